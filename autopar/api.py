@@ -178,4 +178,5 @@ def _setting(request: Request, program: Program, ranks: int) -> Setting:
         compensated=request.update.compensated,
         compression=request.options.gradient_compression or "",
         changes_gradients=request.update.changes_gradients,
+        by_microbatch=request.options.strategy.endswith(("zero2", "zero3")),
     )

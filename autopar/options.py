@@ -19,8 +19,9 @@ BRANCHES = ("refuse", "as-example")
 ON_OVERFLOW = ("stop", "chunk")
 COUPLED = ("refuse", "per-microbatch")
 MOST_SECONDS = 1e9
-MEGATRON = ("megatron", "megatron-zero1", "megatron-zero3")
-STRATEGIES = ("auto", "dp", "zero1", "zero3", *MEGATRON)
+DATA_PARALLEL = ("dp", "zero1", "zero2", "zero3")
+MEGATRON = ("megatron", "megatron-zero1", "megatron-zero2", "megatron-zero3")
+STRATEGIES = ("auto", *DATA_PARALLEL, *MEGATRON)
 
 
 def _one_of(choices: Callable[[], Sequence[str]]) -> Schema[str]:
@@ -81,10 +82,11 @@ class Options(RunOptions):
     chunks: stages per group of ranks (interleaved schedules). None: searched.
     stage_boundaries: module paths at which a stage starts, such as ["layers.8", "layers.16"].
     mesh: force axis names and sizes, for example {"dp": 2, "tp": 2}; their product must be the number of ranks.
-    strategy: "auto" (solver), or a baseline: "dp" (parameters whole), "zero1" (optimizer state sharded), "zero3"
-        (parameters sharded); "megatron": the last mesh axis is tensor-parallel as in Megatron-LM (column-parallel, then
+    strategy: "auto" (solver), or a baseline: "dp" (parameters whole), "zero1" (optimizer state sharded), "zero2"
+        (gradients between microbatches too), "zero3" (parameters too); "megatron": the last mesh axis is tensor-parallel as in
+        Megatron-LM (column-parallel, then
         row-parallel products, the sequence sharded between them, vocabularies sharded), the others take the batch;
-        "megatron-zero1" and "megatron-zero3" with ZeRO over these others. With a baseline the axis `ep` takes the batch and has
+        "megatron-zero1", "-zero2" and "-zero3" with ZeRO over these others. With a baseline the axis `ep` takes the batch and has
         experts apart, and `cp` takes the sequence.
     recompute: what backward makes again instead of its being kept: "none", "full" (a block keeps its inputs alone),
         "selective" (attention and what is pointwise is made again), or "auto": what costs least, where memory is short.
@@ -183,7 +185,7 @@ class Options(RunOptions):
 
     def least_data_parallel(self, cluster_ranks: int) -> int:
         """Ranks that every microbatch is sharded over whatever the planner chooses."""
-        if self.strategy in ("dp", "zero1", "zero3") and self.mesh is None:
+        if self.strategy in DATA_PARALLEL and self.mesh is None:
             return cluster_ranks // (self.pp or len(self.stage_boundaries or ()) + 1)
         mesh = self.mesh or {}
         return int(mesh.get("dp", 1)) * (1 if self.strategy == "auto" else int(mesh.get("ep", 1)))

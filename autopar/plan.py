@@ -101,7 +101,8 @@ class ParameterPlan:
 
     tier: the memory tier in which the stored shard and its gradient rest; optimizer_tier: that of the optimizer's state
     ("": on the device). narrow: a copy of the shard in the lower precision that calls read rests beside it and is made once a
-    step, where else every use casts it.
+    step, where else every use casts it. by_microbatch: the gradient is reduced after every microbatch, so that its shard alone
+    rests in between, and not once after the last.
     """
 
     storage: SpecText
@@ -109,6 +110,7 @@ class ParameterPlan:
     tier: TierOrDevice = field(default="", metadata=SPARSE)
     optimizer_tier: TierOrDevice = field(default="", metadata=SPARSE)
     narrow: bool = field(default=False, metadata=SPARSE)
+    by_microbatch: bool = field(default=False, metadata=SPARSE)
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,8 @@ def _parameter(p: StoredParameter, printer: Printer) -> str:
 
 def _gradient(p: StoredParameter) -> str:
     compression = f", compression={p.compression!r}" if p.compression else ""
-    return f"{quoted(p.name)}: dict(contributions={p.contributions}, steps={rows(p.reduce)!r}{compression})"
+    each = ", by_microbatch=True" if p.by_microbatch else ""
+    return f"{quoted(p.name)}: dict(contributions={p.contributions}, steps={rows(p.reduce)!r}{compression}{each})"
 
 
 def _functions(template: LoweredTemplate, printer: Printer) -> Iterator[dict[str, Any]]:

@@ -117,14 +117,16 @@ class Shown(NamedTuple):
 @dataclass(frozen=True)
 class ParameterTraffic:
     """Seconds of a rank's messages for parameters, alone: of one microbatch in forward and in backward (ZeRO-3), and once a
-    step to reduce gradients and to gather updated values. shown: what is exposed of the first three, where whoever writes the
-    bill knows it; None: by the shares of the software that it is read with."""
+    step to reduce gradients and to gather updated values; each_reduce_s: to reduce those that are after every microbatch. shown:
+    what is exposed of all but the gathers of updated values, where whoever writes the bill knows it; None: by the shares of the
+    software that it is read with."""
 
     each_forward_s: float = 0.0
     each_backward_s: float = 0.0
     reduce_s: float = 0.0
     gather_s: float = 0.0
     shown: Shown | None = None
+    each_reduce_s: float = 0.0
 
     def __add__(self, other: ParameterTraffic) -> ParameterTraffic:
         return ParameterTraffic(
@@ -133,11 +135,13 @@ class ParameterTraffic:
             self.reduce_s + other.reduce_s,
             self.gather_s + other.gather_s,
             _shown_together(self.shown, other.shown),
+            self.each_reduce_s + other.each_reduce_s,
         )
 
     def total_s(self, microbatches: int) -> float:
         """Seconds of a step."""
-        return microbatches * (self.each_forward_s + self.each_backward_s) + self.reduce_s + self.gather_s
+        each_s = self.each_forward_s + self.each_backward_s + self.each_reduce_s
+        return microbatches * each_s + self.reduce_s + self.gather_s
 
 
 def _shown_together(one: Shown | None, other: Shown | None) -> Shown | None:
@@ -296,6 +300,7 @@ def exposed_parameters_s(
         )
     each = exposed(traffic.each_forward_s, forward_s, software.shards_share)
     each += exposed(traffic.each_backward_s, backward_s, software.shards_share)
+    each += exposed(traffic.each_reduce_s, backward_s, software.reduce_share)
     once += exposed(traffic.reduce_s, window * backward_s, software.reduce_share)
     return microbatches * each + once
 

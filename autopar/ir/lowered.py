@@ -60,7 +60,8 @@ class StoredParameter:
     owned: its optimizer state is here (a parameter of several stages is owned by one). tier: where the stored shard and
     its gradient rest, optimizer_tier: where the optimizer's state does ("": on the device). compression: how its gradient
     travels while it is reduced, a name of `runtime.gradients.compression.CODECS` ("": as it is). narrow: dtype of a copy of the
-    stored shard that is made once a step for the uses that read it so (None: there is none).
+    stored shard that is made once a step for the uses that read it so (None: there is none). by_microbatch: the gradient is
+    reduced after every microbatch, and its shards are summed, instead of once.
     """
 
     name: str
@@ -76,6 +77,7 @@ class StoredParameter:
     optimizer_tier: str = ""
     compression: str = ""
     narrow: torch.dtype | None = None
+    by_microbatch: bool = False
 
     @property
     def tiers(self) -> dict[str, str]:

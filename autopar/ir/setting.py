@@ -84,7 +84,8 @@ class Setting:
     offload: kinds of bytes that rest in memory tiers whatever the plan (`autopar.ir.memory_levers`), which therefore take
     no memory of the device. compensated: gradients of microbatches are summed with what rounding loses. compression: how
     gradients travel while they are reduced (`runtime.gradients.compression.CODECS`; "": as they are). changes_gradients:
-    they are written to before the optimizer sees them, those that others may hold in a copy.
+    they are written to before the optimizer sees them, those that others may hold in a copy. by_microbatch: gradients are
+    reduced after every microbatch, so that shards rest in between.
     """
 
     microbatches: int = 1
@@ -94,3 +95,4 @@ class Setting:
     compensated: bool = False
     compression: str = ""
     changes_gradients: bool = False
+    by_microbatch: bool = False

@@ -26,11 +26,12 @@ def random_plan(
     """Random stages on random groups of the program's ranks, and in each stage a random mesh and random states.
 
     Stages are cut anywhere, groups may be of unequal size, every group may run two stages, and the schedule is any that
-    fits. Half of the plans have blocks in pieces, and insist on these and on the lines that run beside messages. pp forces the
-    number of groups (as far as the model can be cut), schedule its name, pieces their number; schedules of several stages per
-    group get two. Raises PlanError where a forced schedule has too few places to cut.
+    fits. Half of the gradients are reduced after every microbatch. Half of the plans have blocks in pieces, and insist on these
+    and on the lines that run beside messages. pp forces the number of groups (as far as the model can be cut), schedule its name,
+    pieces their number; schedules of several stages per group get two. Raises PlanError where a forced schedule has too few
+    places to cut.
     """
-    rng = random.Random(seed)
+    rng, reduced = random.Random(seed), random.Random(f"by microbatch {seed}")
     ir, ranks, m = program.ir, program.cluster.size, program.plan.microbatches
     points = sorted(cut_points(ir))
     most = min(ranks, len(points) + 1, 4)
@@ -59,7 +60,10 @@ def random_plan(
         problem = Problem(part, Pricer(program.cluster, mesh), program.rules, program.setting)
         stage = stage_plan(problem, random_choice(problem.graph, rng), span)
         overlap = OVERLAPS[seed % len(OVERLAPS)]
-        stages.append(replace(stage, templates={n: replace(t, overlap=overlap) for n, t in stage.templates.items()}))
+        often = 0.5 * ir.training * (m > 1)
+        parameters = {n: replace(p, by_microbatch=reduced.random() < often) for n, p in stage.parameters.items()}
+        templates = {n: replace(t, overlap=overlap) for n, t in stage.templates.items()}
+        stages.append(replace(stage, templates=templates, parameters=parameters))
     if not ir.training:
         name = "none" if groups == 1 else "forward"
     plan = Plan(ir.fingerprint, program.cluster.fingerprint(), ranks, tuple(stages), m, name, f"random {seed}")

@@ -80,7 +80,7 @@ def report(program: Compiled) -> str:
             "front and one from the back, so all do as much"
         )
     if plan.microbatches > 1:
-        lines.append(f"{plan.microbatches} microbatches, gradients synchronised once per step" + _coupled(ir))
+        lines.append(f"{plan.microbatches} microbatches, {_synchronised(program)}" + _coupled(ir))
     if len(program.stages) > 1:
         lines += _pipeline(program)
     for stage in program.stages[:1] if len({s.mesh.axes for s in program.stages}) == 1 else program.stages:
@@ -126,6 +126,17 @@ def _buckets(program: Compiled) -> list[str]:
 def _masters(ir: Program) -> str:
     """Dtypes that parameters are stored in."""
     return " and ".join(dict.fromkeys(str(p.type.dtype).removeprefix("torch.") for p in ir.parameters.values()))
+
+
+def _synchronised(program: Compiled) -> str:
+    """How often gradients are reduced in a step."""
+    trained = [p for stage in program.stages for p in stage.parameters.values() if p.contributions]
+    often = sum(p.by_microbatch for p in trained)
+    if not often:
+        return "gradients synchronised once per step"
+    which = "gradients" if often == len(trained) else f"{often} of {len(trained)} gradients"
+    rest = "" if often == len(trained) else ", the others once per step"
+    return f"{which} reduced after each, so that shards of them rest in between{rest}"
 
 
 def _coupled(ir: Program) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from autopar.ir.lines import Compute, Convert, Function, Line
 from autopar.ir.lowered import LoweredStage
-from autopar.passes.price.lines import Message, gradient_messages, line_costs, regather_messages
+from autopar.passes.price.lines import Message, gradient_messages, line_costs, regather_messages, sent_times
 from autopar.passes.price.pricer import Pricer
 from autopar.runtime.data.fields import Bytes, Paragraph, Seconds
 from autopar.runtime.data.schema import integer
@@ -56,5 +56,5 @@ def _messages(stage: LoweredStage, pricer: Pricer) -> Iterator[tuple[Message, in
     yield from ((message, m) for line, message in between if isinstance(line, (Convert, Compute)))
     for p in stage.parameters.values():
         if p.contributions:
-            yield from ((message, 1) for message in gradient_messages(p, stage.mesh))
+            yield from ((message, sent_times(p, stage)) for message in gradient_messages(p, stage.mesh))
             yield from ((message, 1) for message in regather_messages(p, stage.mesh))

@@ -200,6 +200,7 @@ class StageContext:
                 planned.optimizer_tier,
                 self._compression(parameter.type, gradient.steps) if not planned.tier else "",
                 self.narrow.get(name),
+                planned.by_microbatch and bool(gradient.steps),
             )
         return stored
 

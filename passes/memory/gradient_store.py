@@ -17,6 +17,8 @@ from autopar.passes.rules.memo import Memo
 
 REPLAYED = 3
 """Microbatches that are replayed: from the second to the last but one they are alike."""
+MOST_REPLAYED = 8
+"""The same where gradients are reduced after every microbatch: at first ever more messages are under way."""
 
 _NOWHERE: Mapping[str, int] = {}
 
@@ -48,7 +50,7 @@ Taken = tuple[tuple[StoreBytes, ...], ...]
 
 @dataclass(frozen=True)
 class StepBytes:
-    """taken: by microbatches that are replayed, two or three of which stand for all between the first and the last. flushed: when
+    """taken: by microbatches that are replayed, those but the first and the last stand for all between these. flushed: when
     what is open was sent; reduced: when all is; copied: when gradients may be changed. unsent: bytes that rest from step to step
     of what compression has lost."""
 
@@ -74,7 +76,8 @@ def step_bytes(stage: LoweredStage, actions: Iterable[ActionBytes], setting: Set
                 place = storages.setdefault(block, len(storages)), nbytes
             row.append(Given(number[g.name], g.layout, g.owned, place, g.held))
         given.append(tuple(row))
-    count = min(stage.microbatches, REPLAYED + 1)
+    most = MOST_REPLAYED if any(p.by_microbatch for p in trained) else REPLAYED
+    count = min(stage.microbatches, most + 1)
     changed = setting.changes_gradients
     return memo[_played](trained, stage.mesh, count, tuple(given), setting.compensated, changed, memo)
 
@@ -113,7 +116,7 @@ def _played(
         return seen(elsewhere)
 
     taken = [microbatch() for _ in range(replayed - 1)]
-    if microbatches > REPLAYED and _grows(*taken):
+    while 1 < len(taken) < microbatches - 1 and _grows(*taken[-2:]):
         taken.append(microbatch())
     store.microbatches = len(taken) + 1
     taken.append(microbatch())

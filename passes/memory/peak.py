@@ -82,7 +82,7 @@ def stage_memory(stage: LoweredStage, setting: Setting, probe: Probe | None = No
     step = step_bytes(stage, played.values(), setting, probe.memo)
     order = _moments_of(played, step)
     if len(order) > REPLAYED:
-        order[:3] = _grown_at_once(*order[:3])
+        order = [*_grown_at_once(order[:-1]), order[-1]]
     middle = order[1] if len(order) > 2 else order[0]
     if step.unsent:
         resting["unsent gradients"] = float(step.unsent)
@@ -92,16 +92,20 @@ def stage_memory(stage: LoweredStage, setting: Setting, probe: Probe | None = No
     return StageMemory(resting, middle, order[0], order[-1], float(top), tiers, gradients, copied, ahead)
 
 
-def _grown_at_once(
-    first: dict[str, Moment], second: dict[str, Moment], third: dict[str, Moment]
-) -> list[dict[str, Moment]]:
-    """The first microbatch with all that sums will ever hold, and one after it that needs what the second or the third does.
+def _grown_at_once(order: Sequence[dict[str, Moment]]) -> list[dict[str, Moment]]:
+    """The first of some microbatches with all that sums will ever hold, and one after it that needs what any of the others does.
 
-    In the second, sums that lay in one tensor get their own."""
-    grown = {kind: second[kind].sums - third[kind].sums for kind in second}
+    In the second, sums that lay in one tensor get their own; messages of every microbatch add up until as many are under way as
+    may be."""
+    first, *growing, steady = order
+    grown = {kind: sum(one[kind].sums - steady[kind].sums for one in growing) for kind in steady}
+    peaks, still = {kind: moment.peak for kind, moment in steady.items()}, sum(grown.values())
+    for one in growing:
+        peaks = {kind: max(peak, one[kind].peak - still) for kind, peak in peaks.items()}
+        still -= sum(one[kind].sums - steady[kind].sums for kind in steady)
     return [
         {kind: replace(moment, sums=moment.sums + grown[kind]) for kind, moment in first.items()},
-        {k: replace(third[k], peak=max(third[k].peak, second[k].peak - sum(grown.values()))) for k in third},
+        {kind: replace(moment, peak=peaks[kind]) for kind, moment in steady.items()},
     ]
 
 

@@ -157,7 +157,10 @@ class PlayedStore(GradStore):
         self, trained: Sequence[StoredParameter], mesh: Mesh, microbatches: int, memo: Memo, compensated: bool = False
     ) -> None:
         self.ledger = Ledger(memo)
-        table = {p.name: GradEntry(p.contributions, rows(p.reduce), p.type.dtype, p.compression) for p in trained}
+        table = {
+            p.name: GradEntry(p.contributions, rows(p.reduce), p.type.dtype, p.compression, p.by_microbatch)
+            for p in trained
+        }
         shards = ((gradient_bytes(p.updated_bytes(mesh)), rows(p.reduce)) for p in trained)
         sizes = BucketSizes(step=sum(bytes_in_buckets(nbytes, steps, mesh.product) for nbytes, steps in shards))
         tiers = {p.name: p.tier for p in trained if p.tier}

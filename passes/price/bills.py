@@ -7,11 +7,11 @@ parameters, and the gathers of what is stored otherwise than it is used: these s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from autopar.costmodel.bill import NOTHING, CallBill, ParameterTraffic, Purpose, StageBill, Work, call_seconds
 from autopar.ir.lines import Compute, Convert, Function, GoOn, Join, Line, Start, Wait
-from autopar.ir.lowered import LoweredStage, LoweredTemplate
+from autopar.ir.lowered import LoweredStage, LoweredTemplate, StoredParameter
 from autopar.ir.program import Template
 from autopar.ir.setting import Setting
 from autopar.ops.registry import find
@@ -125,9 +125,9 @@ def stage_bill(stage: LoweredStage, calls: Mapping[str, CallBill], pricer: Price
     between = {action: _between(function, stage, pricer) for action, function in stage.by_action}
     (F, forward_s), (B, backward_s), (W, weights_s) = (between.get(action, (NOTHING, 0.0)) for action in "FBW")
     trained = [p for p in stage.parameters.values() if p.contributions]
-    reduced_along = (m.axis for p in trained for m in gradient_messages(p, pricer.mesh))
+    once, each = ([p for p in trained if p.by_microbatch == by_microbatch] for by_microbatch in (False, True))
     gathered_along = (m.axis for p in trained for m in regather_messages(p, pricer.mesh))
-    reduce_s = sum(reduce_seconds(p, pricer) for p in trained) + pricer.rendezvous_s(reduced_along)
+    reduce_s, each_reduce_s = _reductions_s(once, pricer), _reductions_s(each, pricer)
     gather_s = sum(regather_seconds(p, pricer) for p in trained) + pricer.rendezvous_s(gathered_along)
     prologue, prologue_s = _between(stage.prepare, stage, pricer)
     prologue_s += call_seconds(CallBill(prologue), pricer.software).F
@@ -139,10 +139,16 @@ def stage_bill(stage: LoweredStage, calls: Mapping[str, CallBill], pricer: Price
     shown = shown_parameters(stage, calls, pricer) if pricer.is_measured and stage.training else None
     return StageBill(
         ((CallBill(F, B, W), 1), *_call_bills(stage, calls, pricer)),
-        ParameterTraffic(forward_s, backward_s + weights_s, reduce_s, gather_s, shown),
+        ParameterTraffic(forward_s, backward_s + weights_s, reduce_s, gather_s, shown, each_reduce_s),
         sum(optimizer_s(p, stage, pricer, setting) for p in trained),
         stage.microbatches * prologue_s + sum(narrow_seconds(p, pricer) for p in stage.parameters.values()),
     )
+
+
+def _reductions_s(trained: Sequence[StoredParameter], pricer: Pricer) -> float:
+    """Seconds to reduce the gradients of parameters once."""
+    along = (message.axis for p in trained for message in gradient_messages(p, pricer.mesh))
+    return sum(reduce_seconds(p, pricer) for p in trained) + pricer.rendezvous_s(along)
 
 
 def _call_bills(stage: LoweredStage, calls: Mapping[str, CallBill], pricer: Pricer) -> list[tuple[CallBill, int]]:

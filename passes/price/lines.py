@@ -37,6 +37,7 @@ from autopar.ir.lines import (
 )
 from autopar.ir.lowered import LoweredStage, StoredParameter
 from autopar.ir.mesh import Mesh
+from autopar.ir.resting import on_rank
 from autopar.ir.rule import Rule, Strategy, carried_choices
 from autopar.ir.setting import Setting
 from autopar.ir.steps import AnyStep
@@ -258,13 +259,18 @@ def stored_s(line: AddGradient, held: Mapping[str, float], stage: LoweredStage, 
     if not pricer.software.gradient_passes:
         return 0.0
     p, mesh = stage.parameters[line.parameter], stage.mesh
-    nbytes, due = unreduced_bytes(p, mesh), p.contributions * stage.microbatches
+    nbytes, due, times = unreduced_bytes(p, mesh), p.contributions * stage.microbatches, sent_times(p, stage)
     came_bytes = held.get(line.value, nbytes)
-    added_bytes = (due - 1) * (2 * nbytes + came_bytes)
+    added_bytes = (due - times) * (2 * nbytes + came_bytes) + (times - 1) * 3 * on_rank(p, mesh).gradient
     if came_bytes < nbytes and pricer.device.runs_as.type != "cpu":
-        added_bytes += nbytes + came_bytes
+        added_bytes += times * (nbytes + came_bytes)
     packed_bytes = 0.0 if p.name in sent_in_place(stage, pricer.memo) else 2 * sum(m.nbytes for m in _sums(p, mesh)[:1])
-    return pricer.copy_s * (added_bytes + packed_bytes) / due
+    return pricer.copy_s * (added_bytes + times * packed_bytes) / due
+
+
+def sent_times(p: StoredParameter, stage: LoweredStage) -> int:
+    """How often in a step a parameter's gradient is reduced."""
+    return stage.microbatches if p.by_microbatch else 1
 
 
 def _sums(p: StoredParameter, mesh: Mesh) -> list[Message]:
@@ -339,7 +345,7 @@ def gradient_work(stage: LoweredStage, pricer: Pricer, setting: Setting) -> dict
     work = {}
     for p in stage.parameters.values():
         if p.contributions:
-            non_overlapped_s = pricer.software.reduce_share * reduce_seconds(p, pricer)
+            non_overlapped_s = sent_times(p, stage) * pricer.software.reduce_share * reduce_seconds(p, pricer)
             non_overlapped_s += pricer.software.gather_share * regather_seconds(p, pricer)
             work[p.name] = non_overlapped_s + optimizer_s(p, stage, pricer, setting) + narrow_seconds(p, pricer)
     return work

@@ -26,8 +26,8 @@ REDUCE = Purpose("reduce")
 
 
 def shown_parameters(stage: LoweredStage, calls: Mapping[str, CallBill], pricer: Pricer) -> Shown:
-    """Exposed seconds of a stage's gathers in a microbatch's forward and backward, and once of its reductions. calls: the
-    bills of its templates."""
+    """Exposed seconds of a stage's gathers in a microbatch's forward and backward, and of its reductions in a step: before the
+    last microbatch those by microbatch are exposed as they are in it. calls: the bills of its templates."""
     forward, backward, last = (LinkClock(pricer.least_exposed) for _ in range(3))
     per_call = {name: call_seconds(call, pricer.software).by_action for name, call in calls.items()}
     _run(forward, line_costs(stage.forward, stage, pricer, per_call))
@@ -39,7 +39,8 @@ def shown_parameters(stage: LoweredStage, calls: Mapping[str, CallBill], pricer:
     reductions.finish()
     each_backward_s = backward.exposed.get(GATHER, 0.0)
     reduce_s = sum(last.exposed.values()) - each_backward_s
-    return Shown(forward.exposed.get(GATHER, 0.0), each_backward_s, max(reduce_s, 0.0))
+    again = (stage.microbatches - 1) * reductions.by_microbatch
+    return Shown(forward.exposed.get(GATHER, 0.0), each_backward_s, (1 + again) * max(reduce_s, 0.0))
 
 
 def _run(clock: LinkClock, costs: Iterable[LineCost], reductions: _Reductions | None = None) -> None:
@@ -57,12 +58,15 @@ def _run(clock: LinkClock, costs: Iterable[LineCost], reductions: _Reductions | 
 
 
 class _Reductions:
-    """The messages that reduce the gradients of one microbatch, each of which sets out when the runtime sends it."""
+    """The messages that reduce the gradients of one microbatch, each of which sets out when the runtime sends it.
+    by_microbatch: the share of their seconds that every microbatch takes."""
 
     def __init__(self, clock: LinkClock, pricer: Pricer, stage: LoweredStage) -> None:
         self.clock = clock
         trained = [p for p in stage.parameters.values() if p.contributions and any(gradient_messages(p, pricer.mesh))]
         self._seconds = {(p.name, i): s for p in trained for i, s in enumerate(sums_seconds(p, pricer))}
+        each_s = sum(s for (name, _), s in self._seconds.items() if stage.parameters[name].by_microbatch)
+        self.by_microbatch = each_s / max(sum(self._seconds.values()), 1e-30)
         self._rendezvous_s = pricer.rendezvous_s(m.axis for p in trained for m in gradient_messages(p, pricer.mesh))
         self._left = list(sent_buckets(stage, pricer.memo))
         self._added = self._started = 0

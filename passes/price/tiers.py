@@ -24,7 +24,7 @@ from autopar.ir.resting import on_rank
 from autopar.ir.setting import Setting
 from autopar.ir.steps import RuntimeStep
 from autopar.passes.played.gradients import unreduced_bytes
-from autopar.passes.price.lines import TemplateSeconds
+from autopar.passes.price.lines import TemplateSeconds, sent_times
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.price.storages import storage_owners
 from autopar.runtime.update.optimizer_parts import divide
@@ -147,11 +147,15 @@ def gradient_moves(stage: LoweredStage, pricer: Pricer, backward_s: float) -> li
     for p in stage.parameters.values():
         if p.tier and p.contributions:
             reduced, whole = on_rank(p, stage.mesh).gradient, unreduced_bytes(p, stage.mesh)
-            again = p.contributions * stage.microbatches - 1
+            times = sent_times(p, stage)
             row = by_tier.setdefault(p.tier, [0.0, 0.0, 0.0])
-            row[0] += 2 * again * whole + reduced
-            row[1] += again * move_s(pricer, p.tier, whole)
-            row[2] += again * move_s(pricer, p.tier, whole) + move_s(pricer, p.tier, reduced)
+            row[0] += reduced
+            row[2] += move_s(pricer, p.tier, reduced)
+            for nbytes, again in ((whole, p.contributions * stage.microbatches - times), (reduced, times - 1)):
+                moved_s = again * move_s(pricer, p.tier, nbytes)
+                row[0] += 2 * again * nbytes
+                row[1] += moved_s
+                row[2] += moved_s
     return [
         TierMove(
             "gradients",

@@ -3,15 +3,15 @@
 Baselines are the sharding problem with fewer choices, so the unrestricted optimum on the same mesh is never predicted worse.
 Each is two answers: how ops are split along a mesh axis, and how parameters rest.
 
-    dp, zero1, zero3                    every axis takes the batch
-    megatron, megatron-zero1, -zero3    the last axis is tensor-parallel (`megatron`), the others take the batch
+    dp, zero1, zero2, zero3                      every axis takes the batch
+    megatron, megatron-zero1, -zero2, -zero3     the last axis is tensor-parallel (`megatron`), the others take the batch
 
 An axis that is named `cp` takes neither the batch nor weights: what is left of most ops is the sequence (context parallelism). As
 in Megatron-LM parameters rest over it as over the axes of the batch. One that is named `ep` takes the batch, and in mixtures
 tokens and experts together (expert parallelism): rows travel along it, and experts rest in shards over it, with or without ZeRO.
 
 Without ZeRO a parameter and its optimizer state are whole over the axes that take the batch; ZeRO-1 shards the optimizer
-state over them, ZeRO-3 the parameters as well, each as far as it divides.
+state over them, ZeRO-2 what rests of gradients between microbatches, ZeRO-3 the parameters as well, each as far as it divides.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Baseline:
             return False
         if self.zero < 3 and not storage.axes.isdisjoint(self._data_axes_of(name)):
             return False
-        updated_in_shards = self.zero == 1 and name in self.trained
+        updated_in_shards = self.zero in (1, 2) and name in self.trained
         if optimizer != storage and not updated_in_shards:
             return False
         return not (updated_in_shards or self.zero == 3) or self._is_spread(name, optimizer)

@@ -28,6 +28,7 @@ def stage_plan(problem: Problem, choice: list[int], calls: tuple[int, int]) -> S
     graph, program = problem.graph, problem.program
     templates = {name: TemplatePlan({}, {}, problem.recompute.get(name, ())) for name in program.templates}
     parameters: dict[str, ParameterPlan] = {}
+    trained = set(program.trained) if program.training and problem.setting.microbatches > 1 else set()
     for key, states, s in zip(graph.keys, graph.states, choice, strict=True):
         state = states[s]
         if key[0] == "op":
@@ -36,6 +37,8 @@ def stage_plan(problem: Problem, choice: list[int], calls: tuple[int, int]) -> S
             templates[key[1]].specs[key[2]] = state
         else:
             for name in problem.groups[key[1]].names:
-                parameters[name] = ParameterPlan(*state)
+                parameters[name] = ParameterPlan(
+                    *state, by_microbatch=problem.setting.by_microbatch and name in trained
+                )
     stage = StagePlan(calls, problem.mesh, templates, {name: parameters[name] for name in program.parameters})
     return offloaded(program, stage, problem.pricer.device, problem.setting)

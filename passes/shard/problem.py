@@ -345,7 +345,8 @@ class Problem:
             if grad is not None and optimizer is not None:
                 u, before = self._at[name, grad]
                 pair = self._conversion(type_, before, optimizer, BUCKETED, self.setting.compression)
-                self.graph.connect(u, v, calls * self.shares.reduce * pair)
+                times = self.setting.microbatches if self.setting.by_microbatch else 1
+                self.graph.connect(u, v, calls * times * self.shares.reduce * pair)
 
     def _use_s(self, stored: TensorType, used: TensorType, before: np.ndarray, after: np.ndarray) -> np.ndarray:
         """Seconds from storage to use, per pair of specs: shards are cast, then gathered as they are used."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,7 +80,9 @@ def collectives(comm: Any, sizes: tuple[int, ...] = (8, 256), dtypes: Any = DTYP
     return got
 
 
-def gradients(comm: Any, bucket_bytes: int = 1 << 12, direct_bytes: int = 1 << 14) -> dict[str, Tensor]:
+def gradients(
+    comm: Any, bucket_bytes: int = 1 << 12, direct_bytes: int = 1 << 14, by_microbatch: Any = lambda index: False
+) -> dict[str, Tensor]:
     """Many gradients of all kinds through small buckets, two microbatches, two steps."""
     table = {}
     for i in range(6):
@@ -88,6 +91,7 @@ def gradients(comm: Any, bucket_bytes: int = 1 << 12, direct_bytes: int = 1 << 1
         table[f"both{i}"] = GradEntry(1, (("all_reduce", ("a",)), ("reduce_scatter", ("b",), 1)))
         table[f"local{i}"] = GradEntry(1, ())
         table[f"cut{i}"] = GradEntry(1, (("shard", ("b",), 0), ("all_reduce", ("a",))))
+    table = {n: replace(e, by_microbatch=by_microbatch(i)) for i, (n, e) in enumerate(table.items())}
     store = GradStore(comm, table, 2, BucketSizes(bucket_bytes, 1 << 10, direct_bytes))
     got: dict[str, Tensor] = {}
     for step in range(2):

@@ -101,7 +101,8 @@ class Buckets:
     """Values under way; `arrive(name, value, owned)` is called for each that has no step left.
 
     leaving: names whose results leave the device when they arrive, so their buckets are made anew each time and land
-    early. codecs: of names that are compressed. unsent: what compressing these lost and sends later.
+    early. added: names whose results are added to others when they arrive, so that nobody needs their buckets later.
+    codecs: of names that are compressed. unsent: what compressing these lost and sends later.
     """
 
     def __init__(
@@ -111,12 +112,14 @@ class Buckets:
         leaving: Collection[str],
         sizes: BucketSizes,
         codecs: Mapping[str, Codec],
+        added: Collection[str] = (),
     ) -> None:
         self.comm = comm
         self.arrive = arrive
         self.leaving = leaving
         self.sizes = sizes
         self.codecs = codecs
+        self.added = added
         self.unsent = Unsent()
         self._pool = BufferPool()
         self._lent: list[Tensor] = []
@@ -130,6 +133,11 @@ class Buckets:
         for key in list(self._buckets):
             if key in self._buckets:
                 self._issue(key)
+
+    def next_round(self) -> None:
+        """Issue what is open: a microbatch has sent all that it sends, and the next one sends as much."""
+        self.flush()
+        self._sent = 0
 
     def drain(self) -> None:
         """Issue what is open, wait for everything; all values have arrived."""
@@ -293,7 +301,7 @@ class Buckets:
         if not lent and item.name not in self.leaving:
             return self._pool.take(numel, item.value)
         buffer = item.value.new_empty(numel)
-        if item.name not in self.leaving:
+        if item.name not in self.leaving and item.name not in self.added:
             self._lent.append(buffer)
         return buffer
 

@@ -1,8 +1,13 @@
 """Gradients on their way to the optimizer: accumulated, then reduced in buckets while the backward still runs.
 
 A gradient is complete after `contributions * microbatches` calls of `add`. Then its resharding steps start (buckets.py);
-`finish` waits for all of them. Gradients that were computed in 16 bits are summed and reduced in the dtype of the
-parameter that is stored.
+`finish` waits for all of them. One that is scattered by microbatch goes its steps after every `contributions` calls, behind the
+next microbatch's backward, and what rests in between is the sum of its shards:
+
+    whole           add add | add add | add add, reduce_scatter
+    by microbatch   add add, reduce_scatter | add add, reduce_scatter | add add, reduce_scatter      shards are added
+
+Gradients that were computed in 16 bits are summed and reduced in the dtype of the parameter that is stored.
 
 Compensated sums keep beside a sum of many addends what rounding lost of it (Kahan): y = g - c, t = s + y,
 c = (t - s) - y, s = t. It is of use from the third addend on.
@@ -31,6 +36,7 @@ from .compression import CODECS
 class GradEntry:
     """How often per microbatch a parameter's gradient is added to, and the steps from there to its storage spec.
 
+    by_microbatch: the steps are gone after every microbatch instead of once, and their results are added.
     dtype: of the sum and its reduction, to which contributions are cast (None: that of the contributions). compression: how it
     travels while it is reduced, a name of compression.CODECS ("": as it is).
     """
@@ -39,6 +45,7 @@ class GradEntry:
     steps: Steps = ()
     dtype: torch.dtype | None = None
     compression: str = ""
+    by_microbatch: bool = False
 
 
 @dataclass(slots=True)
@@ -75,10 +82,15 @@ class GradStore:
         self.tiers = tiers or Tiers(comm.device)
         self.tier_of = dict(tier_of or {})
         codecs = {name: CODECS[entry.compression] for name, entry in self.table.items() if entry.compression}
-        self._buckets = self.make_buckets(comm, self._arrived, self.tier_of, sizes or BucketSizes(), codecs)
+        scattered = {n for n, entry in self.table.items() if entry.by_microbatch} if microbatches > 1 else set()
+        self._buckets = self.make_buckets(comm, self._arrived, self.tier_of, sizes or BucketSizes(), codecs, scattered)
+        self._scattered = scattered
+        self._under_way = len(scattered)  # of these, how many the microbatch has still to complete
         self.unsent = self._buckets.unsent
         self.feeds_back = any(codec.feedback for codec in codecs.values())
         self._sums: dict[str, _Sum] = {}
+        self._shards: dict[str, _Sum] = {}
+        self._arrivals: dict[str, int] = {}
         self._counts: dict[str, int] = {}
         self._done: dict[str, Tensor] = {}
         self._values = 0
@@ -96,10 +108,31 @@ class GradStore:
         if count > due:
             raise RuntimeProgramError(f"gradient of {name!r}: contribution {count} of {due} since the last finish()")
         self._counts[name] = count
-        if entry.dtype not in (None, grad.dtype) and (count == 1 or (self.compensated and due > 2)):
-            grad, owned = grad.to(entry.dtype), True
+        if name not in self._scattered:
+            total = self._summed(self._sums, name, grad, owned, count, due)
+        else:
+            each = entry.contributions
+            total = self._summed(self._sums, name, grad, owned, (count - 1) % each + 1, each)
+        del grad
+        if total is None:
+            return
+        value, owned = total.value, total.owned
+        del total
+        self._buckets.add(name, value, owned, entry.steps)
+        if name in self._scattered:
+            self._under_way -= 1
+            if not self._under_way:
+                self._under_way = len(self._scattered)
+                if count < due:
+                    self._buckets.next_round()
+
+    def _summed(self, sums: dict[str, _Sum], name: str, grad: Tensor, owned: bool, count: int, due: int) -> _Sum | None:
+        """A gradient, or its shard, added to those before it. count: addends with this one. None: not all are there."""
+        dtype = self.table[name].dtype
+        if dtype not in (None, grad.dtype) and (count == 1 or (self.compensated and due > 2)):
+            grad, owned = grad.to(dtype), True
         if count > 1:
-            total = self._brought(name, self._sums.pop(name))
+            total = self._brought(name, sums.pop(name))
             if total.lost is not None:
                 total = _add_compensated(total, total.lost, grad, owned, count == due)
             else:
@@ -107,10 +140,9 @@ class GradStore:
         else:
             total = _Sum(grad, owned, torch.zeros_like(grad) if self.compensated and due > 2 else None)
         if count < due:
-            self._sums[name] = self._rested(name, total)
-            return
-        grad, owned = total.value, total.owned
-        self._buckets.add(name, grad, owned, entry.steps)
+            sums[name] = self._rested(name, total)
+            return None
+        return total
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -161,6 +193,13 @@ class GradStore:
 
     def _arrived(self, name: str, grad: Tensor, owned: bool) -> None:
         """A gradient has been through its steps. owned: it is nobody's but ours."""
+        if name in self._scattered:
+            self._arrivals[name] = count = self._arrivals.get(name, 0) + 1
+            total = self._summed(self._shards, name, grad, owned, count, self.microbatches)
+            if total is None:
+                return
+            del self._arrivals[name]
+            grad, owned = total.value, total.owned
         self._done[name] = self._parked(name, grad)
         if not (owned or name in self.tier_of):
             self.borrowed.add(name)

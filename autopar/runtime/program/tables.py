@@ -53,6 +53,7 @@ class StageTables:
                 tuple(tuple(step) for step in row["steps"]),
                 self.parameters[name].dtype,
                 _compression(name, row),
+                bool(row.get("by_microbatch", False)),
             )
             for name, row in getattr(module, "GRADS", {}).items()
             if row["contributions"] > 0

@@ -8,8 +8,11 @@ decided anything is told along with the plans, for that is when recompute, micro
 
 from __future__ import annotations
 
+from functools import partial
+
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.ir.mesh import Mesh
+from autopar.passes.search.by_microbatch import finished as finished_within
 from autopar.passes.search.task import Task, account_of
 from autopar.passes.search.workers import Answers
 from autopar.passes.shard.meshes import REPLICA, candidate_meshes, rows_of
@@ -36,7 +39,7 @@ def search_strategies(task: Task) -> tuple[list[PricedPlan], bool]:
         candidates, fell_short = _on_meshes(task, budget, policy)
         if not candidates:
             break
-        with task.workers.answers(task.finish, candidates) as finished:
+        with task.workers.answers(partial(finished_within, task), candidates) as finished:
             short = task.short_bytes(finished[0].plan, account_of(finished[0]))
             if short <= 0:
                 plans = _fastest_first(task, candidates, finished)

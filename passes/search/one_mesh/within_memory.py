@@ -11,6 +11,7 @@ import math
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.setting import Setting
+from autopar.passes.search.by_microbatch import finished
 from autopar.passes.search.one_mesh.joint import CLOSE, JointSearch, Point
 from autopar.passes.search.task import Task, account_of
 from autopar.passes.shard.priced_plan import PricedPlan
@@ -54,7 +55,7 @@ def fastest_within_limit(task: Task, joint: JointSearch, useless_from_s: float =
         if point.nbytes > limit * _HOPELESS:
             peak = point.nbytes
         else:
-            candidate = task.finish(candidate_at(task, point, joint.fastest.seconds))
+            candidate = finished(task, candidate_at(task, point, joint.fastest.seconds))
             peak = account_of(candidate).peak_bytes
         least_peak = min(least_peak, peak)
         if peak > limit:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from autopar.errors import AutoparError
 from autopar.passes.account.program import Account
+from autopar.passes.search.by_microbatch import smallest
 from autopar.passes.search.microbatches import microbatch_counts
 from autopar.passes.search.one_mesh.joint import JointSearch
 from autopar.passes.search.one_mesh.within_memory import candidate_at, joint_on
@@ -49,7 +50,7 @@ def smallest_plans(task: Task, batch: int) -> Iterator[SmallPlan]:
                 candidate = candidate_at(owner, point, point.seconds)
             except AutoparError:  # a batch too small for this mesh, tiers too small
                 continue
-            yield SmallPlan(owner, joint, owner.finish(candidate))
+            yield SmallPlan(owner, joint, smallest(owner, candidate))
 
 
 def _in_most_microbatches(task: Task, batch: int) -> list[Task]:

@@ -15,6 +15,7 @@ from autopar.ir.actions import splits_backward
 from autopar.ir.mesh import Mesh
 from autopar.passes.account.program import under
 from autopar.passes.lower.cut import cut
+from autopar.passes.search.by_microbatch import may_be, reduced_by_microbatch
 from autopar.passes.search.stages.draft import Draft, Exact
 from autopar.passes.search.stages.recompute_levels import fitted
 from autopar.passes.search.stages.schedule_choice import candidate_under, scheduled
@@ -134,7 +135,12 @@ def _planned(draft: Draft, useless_from_s: float) -> PricedPlan | float:
         "solver",
         gradient_compression=task.options.gradient_compression or "",
     )
-    return scheduled(plan, draft, useless_from_s)
+    result = scheduled(plan, draft, useless_from_s)
+    if isinstance(result, PricedPlan) or result == math.inf or not may_be(task):
+        return result
+    names = frozenset(task.program.trained) if any(stage.mesh.size > 1 for stage in stages) else frozenset()
+    again = scheduled(reduced_by_microbatch(plan, names), draft, useless_from_s) if names else math.inf
+    return again if isinstance(again, PricedPlan) else min(result, again)
 
 
 def with_less_recompute(found: DraftPlan) -> DraftPlan:

@@ -70,9 +70,14 @@ def task(limit: float, lowered: list[float] | None = None) -> Any:
             lowered.append(point.nbytes)
         account = SimpleNamespace(peak_bytes=point.peak)
         solution = SimpleNamespace(cost=point.seconds)
-        return SimpleNamespace(solution=solution, step_s=point.seconds, account=account, point=point)
+        return SimpleNamespace(solution=solution, step_s=point.seconds, account=account, plan=None, point=point)
 
-    return SimpleNamespace(limit_at=lambda mesh: limit, finish=finish)
+    return SimpleNamespace(
+        limit_at=lambda mesh: limit,
+        finish=finish,
+        short_bytes=lambda plan, counted: counted.peak_bytes - limit,
+        program=SimpleNamespace(training=False),
+    )
 
 
 def fitted(joint: Any, limit: float, lowered: list[float] | None = None) -> Any:

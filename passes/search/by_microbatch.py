@@ -1,0 +1,78 @@
+"""Gradients that are reduced after every microbatch where their sums do not fit.
+
+Between microbatches a gradient rests as it was made, whole over the axes that take the batch; reduced after each, it rests as
+the optimizer's shard (ZeRO-2), for one message more a microbatch that is behind the next one's backward. Which of the two is
+a choice per parameter. Seconds are nearly proportional to bytes, so the largest gradients go first: all where they are needed,
+else those that hold about half of the bytes, where these are enough.
+
+    8 microbatches on 8 ranks, 100 parameters of 1 GB: 100 GB between them whole, 12.5 GB in shards
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from itertools import accumulate
+
+from autopar.ir.lowered import LoweredStage
+from autopar.passes.played.gradients import unreduced_bytes
+from autopar.passes.search.task import Task, account_of
+from autopar.passes.shard.priced_plan import PricedPlan
+from autopar.plan import Plan
+
+
+def saved_bytes(stage: LoweredStage) -> dict[str, float]:
+    """Bytes that a stage's ranks hold less of every gradient between microbatches where it is reduced after each."""
+    trained = (p for p in stage.parameters.values() if p.contributions and not p.by_microbatch)
+    saved = {p.name: unreduced_bytes(p, stage.mesh) - p.updated_bytes(stage.mesh) for p in trained}
+    return {name: nbytes for name, nbytes in saved.items() if nbytes > 0}
+
+
+def reduced_by_microbatch(plan: Plan, names: Collection[str]) -> Plan:
+    """The plan with the gradients of these parameters reduced after every microbatch."""
+    stages = (
+        replace(stage, parameters={n: replace(p, by_microbatch=n in names) for n, p in stage.parameters.items()})
+        for stage in plan.stages
+    )
+    return replace(plan, stages=tuple(stages))
+
+
+def may_be(task: Task) -> bool:
+    """Whether the search may choose it: a strategy that a user names says it by itself."""
+    return task.program.training and task.setting.microbatches > 1 and task.options.strategy == "auto"
+
+
+def finished(task: Task, candidate: PricedPlan) -> PricedPlan:
+    """The candidate lowered and accounted for (`Task.finish`); where its peak is too high, with gradients that are reduced after
+    every microbatch, if it fits so."""
+    whole = task.finish(candidate)
+    over = task.short_bytes(whole.plan, account_of(whole))
+    if over <= 0 or not may_be(task) or whole.lowered is None or len(whole.lowered.stages) > 1:
+        return whole
+    largest_first = sorted(saved_bytes(whole.lowered.stages[0]).items(), key=lambda item: (-item[1], item[0]))
+    total = sum(nbytes for _, nbytes in largest_first)
+    if total < over:
+        return whole
+    best, part = whole, total
+    for _ in range(2):
+        before = accumulate((nbytes for _, nbytes in largest_first), initial=0.0)
+        names = {name for (name, _), held in zip(largest_first, before, strict=False) if held < part}
+        tried = _tried(task, candidate, names)
+        if task.short_bytes(tried.plan, account_of(tried)) > 0:
+            break
+        best, part = tried, max(total / 2, over)
+    return best
+
+
+def smallest(task: Task, candidate: PricedPlan) -> PricedPlan:
+    """The candidate lowered and accounted for, with all gradients reduced after every microbatch where its peak is lower so."""
+    whole = task.finish(candidate)
+    if not may_be(task):
+        return whole
+    reduced = _tried(task, candidate, frozenset(task.program.trained))
+    return min(whole, reduced, key=lambda one: account_of(one).peak_bytes)
+
+
+def _tried(task: Task, candidate: PricedPlan, names: Collection[str]) -> PricedPlan:
+    plan = reduced_by_microbatch(candidate.plan, names)
+    return task.finish(replace(candidate, plan=plan, lowered=None, account=None))
