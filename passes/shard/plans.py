@@ -36,9 +36,9 @@ def stage_plan(problem: Problem, choice: list[int], calls: tuple[int, int]) -> S
         elif key[0] == "at":
             templates[key[1]].specs[key[2]] = state
         else:
+            storage, optimizer = state
             for name in problem.groups[key[1]].names:
-                parameters[name] = ParameterPlan(
-                    *state, by_microbatch=problem.setting.by_microbatch and name in trained
-                )
+                by_microbatch = problem.setting.by_microbatch and name in trained
+                parameters[name] = ParameterPlan(storage, optimizer, by_microbatch=by_microbatch)
     stage = StagePlan(calls, problem.mesh, templates, {name: parameters[name] for name in program.parameters})
     return offloaded(program, stage, problem.pricer.device, problem.setting)
