@@ -92,6 +92,7 @@ class Pipeline:
             BoundaryTensor(Transfer(n, row["name"], row["kind"], row["source"], row["target"]), row, dtype)
             for n, row in enumerate(pipeline.TRANSFERS)
         ]
+        self.in_order = bool(getattr(pipeline, "IN_ORDER", False))
         self.conditions: Conditions = getattr(pipeline, "CONDITIONS", {})
         self.shared = {name: tuple(holders) for name, holders in pipeline.SHARED.items()}
         self.groups = [tuple(group) for group in pipeline.GROUPS]

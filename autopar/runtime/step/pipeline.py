@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..comm.backends import backend_of
 from ..comm.calls import Message, Posted
 from ..comm.comm import Comm
 from ..comm.recorder import Recorder, spanned
@@ -75,6 +77,7 @@ class Executor:
             pipeline.rows, pipeline.groups, transfers, pipeline.microbatches, pipeline.training, ahead=not in_order
         )[self.group]
         self._steps = [self._bind(slot, k, slots) for k, slot in enumerate(slots)]
+        self._in_order = pipeline.in_order
         self._limit = max(4, 2 * len(pipeline.groups))
         self._arriving: dict[Place, Arrival] = {}
         self._kept: dict[Place, Tensor] = {}
@@ -86,6 +89,10 @@ class Executor:
     @torch.no_grad()
     def run(self, inputs: Inputs) -> dict[int, list[list[Any]]]:
         """One step's actions: stage -> per microbatch its outputs (those of training may be Handles)."""
+        with backend_of(self.comm.device).repeatable(strict=False) if self._in_order else nullcontext():
+            return self._run(inputs)
+
+    def _run(self, inputs: Inputs) -> dict[int, list[list[Any]]]:
         self._outputs = {index: [[] for _ in range(self.microbatches)] for index in self.stages}
         self._prepared = {index: self._prepare(stage, inputs) for index, stage in self.stages.items()}
         self._exchange([], self._steps[0].receive if self._steps else [])
