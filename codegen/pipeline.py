@@ -6,6 +6,7 @@ import textwrap
 import types
 from typing import Any
 
+from autopar.codegen.computed_alike import computed_alike
 from autopar.codegen.marks import number, quoted
 from autopar.codegen.printer import Dtypes, Printer, home_of
 from autopar.codegen.stage import computed, render
@@ -54,6 +55,7 @@ def pipeline_source(
                 for s in lowered.stages
             ]
         ),
+        alike=any(not one.always for one in computed_alike(lowered)),
         nodes=table_lines([_ranks(ranks) for ranks in by_node.nodes]),
         by_node=[f"dict(stage={one.stage}, axis={one.axis!r}, least={dict(one.least)!r})" for one in by_node.axes],
         conditions=table_lines([f"{quoted(n)}: {_ways(ways)}" for n, ways in program.conditions.items()], named=True),

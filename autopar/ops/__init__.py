@@ -32,5 +32,6 @@ from autopar.ops import (  # noqa: F401  each is imported for the ops that it re
     selection,
     spatial,
     transform,
+    unordered,
     view,
 )

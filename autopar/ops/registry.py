@@ -194,6 +194,7 @@ class OpDef:
         adds: name of the scalar argument that it adds to its only tensor.
         carries: its results are its operands moved, cast or added, so what becomes of a gradient is a gradient.
         hidden_workspace: its kernels need memory that no meta function knows; it must be run to be measured.
+        unordered: on a GPU its kernel adds in an order of its own, by default or always (`autopar.ops.unordered`).
         result_names: names of several results in emitted text.
     Mixed precision:
         precision: what it computes in. None: "follow" if torch tags it pointwise, else "keep".
@@ -241,6 +242,7 @@ class OpDef:
     adds: str = ""
     carries: bool = False
     hidden_workspace: bool = False
+    unordered: Literal["", "by default", "always"] = ""
     result_names: tuple[str, ...] = ()
     precision: Precision | None = None
     low_operands: int | None = None

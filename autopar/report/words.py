@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from autopar.capture.examples.trees import shapes_text
 from autopar.cluster.process import fragmentation, process_bytes
+from autopar.codegen.computed_alike import computed_alike
 from autopar.compiled import Compiled
 from autopar.ir.lowered import LoweredStage, StoredParameter
 from autopar.ir.program import Program
@@ -89,6 +90,7 @@ def report(program: Compiled) -> str:
     lines += _failures(program)
     lines += _communication(program)
     lines += _placement(program)
+    lines += _drift(program)
     lines += _buckets(program)
     if program.alternatives:
         lines.append("alternatives:")
@@ -107,6 +109,23 @@ def report(program: Compiled) -> str:
     timings = program.timings
     lines.append("compiled in " + ", ".join(f"{k.removesuffix('_s')} {v:.2f} s" for k, v in timings.items()))
     return "\n".join(lines)
+
+
+def _drift(program: Compiled) -> list[str]:
+    """The lines about what ranks compute alike, of which GPUs would get other bits."""
+    alike = computed_alike(program.lowered)
+    lines = []
+    for always in (False, True):
+        if ops := sorted(
+            {f"{one.op.removesuffix('.default')} along {one.axis}" for one in alike if one.always is always}
+        ):
+            what = (
+                "GPUs have no kernels in a fixed order for that, so copies of parameters may drift apart (--recheck N says so)"
+                if always
+                else "on GPUs by kernels in a fixed order (torch.use_deterministic_algorithms), which is not priced"
+            )
+            lines.append(f"ranks compute alike: {', '.join(ops)}: {what}")
+    return lines
 
 
 def _buckets(program: Compiled) -> list[str]:

@@ -385,7 +385,7 @@ def install(package: str) -> None:
         def peak_bytes(self, device: torch.device) -> int:
             return 0
 
-        def repeatable(self) -> Any:
+        def repeatable(self, strict: bool = True) -> Any:
             return nullcontext()
 
     dist.Backend.register_backend(NAME, Group, devices=["cpu"])

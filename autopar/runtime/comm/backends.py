@@ -10,6 +10,7 @@ what torch does not say. To add a kind, `register_backend` its row; which kernel
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 import time
@@ -142,9 +143,9 @@ class Backend:
         """The most bytes that were allocated on a device since the start."""
         return int(self.module.max_memory_allocated(device))
 
-    def repeatable(self) -> AbstractContextManager[None]:
-        """A context of kernels that give the same bits every time; torch raises by name where an op has none."""
-        return _deterministic()
+    def repeatable(self, strict: bool = True) -> AbstractContextManager[None]:
+        """A context of kernels that give the same bits every time. strict: torch raises by name where an op has none."""
+        return _deterministic(strict)
 
 
 @dataclass(frozen=True)
@@ -181,18 +182,23 @@ class Host(Backend):
     def peak_bytes(self, device: torch.device) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
-    def repeatable(self) -> AbstractContextManager[None]:
+    def repeatable(self, strict: bool = True) -> AbstractContextManager[None]:
         return nullcontext()
 
 
 @contextmanager
-def _deterministic() -> Iterator[None]:
+def _deterministic(strict: bool) -> Iterator[None]:
     before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)
+    settings: Any = torch.utils.deterministic
+    filled = settings.fill_uninitialized_memory
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which torch takes no product for repeatable
+    torch.use_deterministic_algorithms(True, warn_only=not strict)
+    settings.fill_uninitialized_memory = False  # nothing here is read before it is written
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn)
+        settings.fill_uninitialized_memory = filled
 
 
 def _cuda_kernels(index: int) -> tuple[str, tuple[int, int]]:

@@ -94,6 +94,7 @@ class Pipeline:
             for n, row in enumerate(pipeline.TRANSFERS)
         ]
         self.has_room = bool(getattr(pipeline, "HAS_ROOM", False))
+        self.in_order = bool(getattr(pipeline, "IN_ORDER", False))
         self.conditions: Conditions = getattr(pipeline, "CONDITIONS", {})
         self.shared = {name: tuple(holders) for name, holders in pipeline.SHARED.items()}
         self.groups = [tuple(group) for group in pipeline.GROUPS]

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..comm.backends import backend_of
 from ..comm.calls import Message, Posted
 from ..comm.comm import Comm
 from ..comm.recorder import Recorder, spanned
@@ -84,6 +86,7 @@ class Executor:
         self._steps = [self._bind(slot, k, slots) for k, slot in enumerate(slots)]
         forwards = [k for k, step in enumerate(self._steps) if step.kind == "F"]
         self._told_after = forwards[-1] if forwards and len(pipeline.groups) == 1 else -1  # where all ranks are at once
+        self._in_order = pipeline.in_order
         self._limit = most_sends(len(pipeline.groups))
         self._arriving: dict[Place, Arrival] = {}
         self._kept: dict[Place, Tensor] = {}
@@ -95,7 +98,8 @@ class Executor:
     @torch.no_grad()
     def run(self, inputs: Inputs) -> dict[int, list[list[Any]]]:
         """One step's actions: stage -> per microbatch its outputs (in training maybe Handles)."""
-        with self.overflows.noted():
+        repeatable = backend_of(self.comm.device).repeatable(strict=False) if self._in_order else nullcontext()
+        with self.overflows.noted(), repeatable:
             outputs = self._run(inputs)
         self.overflows.tell()
         return outputs

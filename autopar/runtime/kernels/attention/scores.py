@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -76,7 +78,8 @@ def attend_grad(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
     config = Config(mask, p, causal, scale, key, shape, offsets)
-    return kernel_for(q, k, v, config).attend_grad(g, q, k, v, out, lse, config)
+    with _in_order():
+        return kernel_for(q, k, v, config).attend_grad(g, q, k, v, out, lse, config)
 
 
 def mask_grad(
@@ -111,6 +114,21 @@ def kernel_for(q: Tensor, k: Tensor, v: Tensor, config: Config) -> Kernel:
         by_rows, group = q.stride(1) < q.stride(2), q.shape[1] > k.shape[1]
         names = tuple(n for n in names if _is_allowed(n) and _equals_plain(n, call, by_rows, group, q.device))
     return KERNELS[names[0]]
+
+
+@contextmanager
+def _in_order() -> Iterator[None]:
+    """Inside, kernels of GPUs add in a fixed order wherever others are asked to: backward of attention does so only where torch
+    is to raise for those that cannot, and not where it is to warn."""
+    asked, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    warns = asked and warns
+    if warns:
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        if warns:
+            torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def _is_allowed(name: str) -> bool:
