@@ -13,7 +13,7 @@ define(
     *named("index_add index_put _unsafe_index_put index_copy scatter scatter_add scatter_reduce"),
     *named("replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward"),
     *named("max_pool3d_with_indices_backward"),
-    *("autopar.embedding_grad", "autopar.attention_grad", "autopar.conv", "autopar.conv_dx", "autopar.conv_dw"),
+    *("autopar.attention_grad", "autopar.conv", "autopar.conv_dx", "autopar.conv_dw"),
     unordered="by default",
 )
 define(

@@ -32,19 +32,45 @@ def settings() -> tuple[bool, ...]:
     )
 
 
-def test_a_look_up_that_ranks_do_alike_is_named_and_the_program_says_so(tmp_path: Path) -> None:
-    program = compiled("recommender", mesh={"tp": 2})
+class Images(torch.nn.Module):
+    """Images whose sizes two ranks cannot share."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.conv, self.scale = torch.nn.Conv2d(3, 3, 3, padding=1), scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x)
+        return y if self.scale == 1 else torch.nn.functional.interpolate(y, scale_factor=self.scale, mode="bilinear")
+
+
+def images(scale: int, **options: Any) -> tuple[autopar.Program, Any]:
+    batch = torch.randn(3, 3, 7, 7), torch.randn(3, 3, 7 * scale, 7 * scale)
+    program = autopar.compile(
+        Images(scale), autopar.ClusterSpec.local(2), batch, loss_fn=torch.nn.functional.mse_loss,
+        optimizer=torch.optim.SGD, options=autopar.Options(mesh={"tp": 2}, **options),
+    )  # fmt: skip
+    return program, batch
+
+
+def test_a_convolution_that_ranks_do_alike_is_named_and_the_program_says_so(tmp_path: Path) -> None:
+    program, _ = images(1)
     alike = computed_alike(program.lowered)
-    assert {(one.op, one.axis, one.always) for one in alike} == {("autopar.embedding_grad", "tp", False)}
-    assert (
-        "ranks compute alike: autopar.embedding_grad along tp: on GPUs by kernels in a fixed order" in program.report()
-    )
+    assert {(one.axis, one.always) for one in alike} == {("tp", False)}
+    assert {one.op for one in alike} >= {"autopar.conv", "autopar.conv_dw"}
+    assert "autopar.conv_dw along tp: on GPUs by kernels in a fixed order" in program.report()
     program.save(tmp_path)
     assert "\nIN_ORDER = True\n" in (tmp_path / "pipeline.py").read_text()
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("recommender", {"strategy": "dp"}), ("llama", {"strategy": "megatron"})]
+    ("name", "options"),
+    [
+        ("recommender", {"strategy": "dp"}),
+        ("recommender", {"mesh": {"tp": 2}}),  # gradients of tables are added in a fixed order
+        ("gpt2", {"strategy": "dp"}),
+        ("llama", {"strategy": "megatron"}),
+    ],
 )
 def test_what_is_sharded_or_summed_over_ranks_is_not(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     program = compiled(name, **options)
@@ -55,28 +81,14 @@ def test_what_is_sharded_or_summed_over_ranks_is_not(name: str, options: dict[st
 
 
 def test_ops_that_have_no_kernel_in_a_fixed_order_are_named_apart() -> None:
-    class Images(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = torch.nn.Conv2d(3, 3, 3, padding=1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.interpolate(self.conv(x), scale_factor=3.0, mode="bilinear")
-
-    batch = torch.randn(3, 3, 7, 7), torch.randn(3, 3, 21, 21)  # which two ranks cannot share
-    program = autopar.compile(
-        Images(), autopar.ClusterSpec.local(2), batch, loss_fn=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD,
-        options=autopar.Options(mesh={"tp": 2}),
-    )  # fmt: skip
+    program, _ = images(3)
     said = {one.op for one in computed_alike(program.lowered) if one.always}
     assert said == {"aten.upsample_bilinear2d_backward.default"}
     assert all(f"{op.removesuffix('.default')} along tp: GPUs have no kernels" in program.report() for op in said)
 
 
-@pytest.mark.parametrize(("options", "asked"), [({"mesh": {"tp": 2}}, [False, False]), ({"strategy": "dp"}, [])])
-def test_steps_of_such_a_program_ask_for_such_kernels(
-    options: dict[str, Any], asked: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("alike", [True, False])
+def test_steps_of_such_a_program_ask_for_such_kernels(alike: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank does, and torch is to warn where there are none."""
     seen = list[bool]()
 
@@ -86,8 +98,9 @@ def test_steps_of_such_a_program_ask_for_such_kernels(
             return nullcontext()
 
     monkeypatch.setitem(OF_TYPE, "cpu", Row("cpu", OF_TYPE["cpu"].transport, preset="cpu"))
-    compiled("recommender", **options).run([RECOMMENDER.batch()], steps=1)
-    assert seen == asked
+    program, batch = images(1) if alike else (compiled("recommender", strategy="dp"), RECOMMENDER.batch())
+    program.run([batch], steps=1)
+    assert seen == ([False, False] if alike else [])
 
 
 def test_what_torch_was_set_to_is_so_again() -> None:

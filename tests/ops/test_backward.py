@@ -231,6 +231,21 @@ def test_embedding_gradient_of_blocks_of_rows(padding: int) -> None:
     torch.testing.assert_close(sum(parts), out.detach(), rtol=0, atol=0)
 
 
+def test_gradients_of_tables_on_gpus_are_those_of_scattered_additions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's own kernel, which adds in a fixed order."""
+    g, index = f(6, 50, 4), torch.randint(0, 8, (6, 50))
+    asked = [
+        (dtype, padding, offset)
+        for dtype in (torch.float64, torch.bfloat16)
+        for padding, offset in ((-1, None), (3, 2))
+    ]
+    wanted = [ops.embedding_grad(g.to(dtype), index, 5 + 3 * (o is None), p, o) for dtype, p, o in asked]
+    monkeypatch.setattr(ops, "has_ordered_embedding", lambda device: True)
+    for (dtype, padding, offset), expected in zip(asked, wanted, strict=True):
+        found = ops.embedding_grad(g.to(dtype), index, 5 + 3 * (offset is None), padding, offset)
+        torch.testing.assert_close(found, expected, rtol=1e-12 if dtype == torch.float64 else 8e-3, atol=1e-12)
+
+
 # --- convolution ------------------------------------------------------------------------------------------------------
 
 

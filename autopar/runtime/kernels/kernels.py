@@ -109,6 +109,11 @@ def has_norm_dw(device: Device, same_dtype: bool) -> bool:
     return has_fused_norm(device) or (device.type == "cpu" and same_dtype)
 
 
+def has_ordered_embedding(device: Device) -> bool:
+    """Whether torch's own gradient of a table adds in a fixed order, and scattered additions do not."""
+    return device.type != "cpu"
+
+
 def has_widening_kernels(device: Device) -> bool:
     """Whether pointwise kernels widen what they read as they read it, without a pass of its own."""
     return device.type != "cpu"

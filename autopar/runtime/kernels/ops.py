@@ -19,7 +19,7 @@ from .ctc import ctc as ctc
 from .ctc import ctc_grad as ctc_grad
 from .grouped import grouped_mm as grouped_mm
 from .grouped import grouped_mm_dw as grouped_mm_dw
-from .kernels import has_fused_norm, has_norm_dw
+from .kernels import has_fused_norm, has_norm_dw, has_ordered_embedding
 from .tiles import LOG2_E, is_one_tile, row_tiles
 
 Tensor = torch.Tensor
@@ -308,8 +308,16 @@ def embedding_grad(g: Tensor, index: Tensor, rows: int, padding: int, offset: in
         where = where.where(keep, torch.zeros_like(where))
         flat = flat.masked_fill(~keep.unsqueeze(-1), 0)
     if g.dtype in (torch.bfloat16, torch.float16):  # a row is the sum of many: summed in float32
-        return g.new_zeros(rows, g.shape[-1], dtype=torch.float32).index_add_(0, where, flat.float()).to(g.dtype)
-    return g.new_zeros(rows, g.shape[-1]).index_add_(0, where, flat)
+        return _added_rows(flat.float(), where, rows).to(g.dtype)
+    return _added_rows(flat, where, rows)
+
+
+def _added_rows(values: Tensor, where: Tensor, rows: int) -> Tensor:
+    """(rows, h): the sums of the values that have the same number; on GPUs by the kernel that adds in a fixed order, so that
+    ranks that compute alike get the same bits."""
+    if has_ordered_embedding(device_of(values)):
+        return aten.embedding_dense_backward.default(values, where, rows, -1, False)
+    return values.new_zeros(rows, values.shape[-1]).index_add_(0, where, values)
 
 
 def count_chosen(chosen: Tensor, n: int, one_hot: bool, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +24,6 @@ from ..comm.calls import Handle
 from ..comm.comm import Comm
 from ..comm.recorder import Recorder, recorded, spanned
 from ..compiled.inductor import compile_met, compiler_on
-from ..data.origin import package_of
 from ..errors import RuntimeProgramError
 from ..gradients.buckets import MIB
 from ..guards import Guards
@@ -38,7 +36,7 @@ from ..rank import Rank
 from ..update.clipping import counts
 from ..update.optimizer_parts import Parts
 from ..update.update import Updater
-from ..update.update_rule import REFUSED_OPTIMIZERS, WHOLE_TENSOR_OPTIMIZERS, OptimizerFactory, UpdateRule, as_rule
+from ..update.update_rule import OptimizerFactory, UpdateRule, as_rule, check_sharded
 from .buffer_copies import BufferCopies
 from .cuda_graphs import Capture, CudaCapture, StepGraph, say_why, why_not
 from .pipeline import Executor, join_microbatches, joined_shape
@@ -387,17 +385,10 @@ class Session(State):
         return parts
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        kind, cut = type(optimizer).__name__, []
-        taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        taken, cut = {id(p) for group in optimizer.param_groups for p in group["params"]}, []
         for stage in self.stages.values():
             for name in (name for name, parameter in stage.opt_params.items() if id(parameter) in taken):
                 info = stage.tables.parameters[name]
                 if local_shape(info.shape, info.opt_spec, stage.comm) != info.shape:
                     cut.append(name)
-        if cut and kind in (*WHOLE_TENSOR_OPTIMIZERS, *REFUSED_OPTIMIZERS):
-            raise RuntimeProgramError(
-                f"{kind} needs whole tensors, but the plan shards {len(cut)} of them ({cut[0]}, …); use an elementwise "
-                "optimizer such as AdamW, or a plan with replicated parameters"
-            )
-        if cut and package_of(type(optimizer)) != "torch":
-            warnings.warn(f"{kind} runs on shards of parameters: correct only if it is elementwise", stacklevel=4)
+        check_sharded(optimizer, cut)

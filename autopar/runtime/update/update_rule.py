@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -24,6 +25,7 @@ import torch
 from torch import nn
 
 from ..data.fields import Form
+from ..data.origin import package_of
 from ..data.schema import choice, either, integer, is_number, parsed, positive, where
 from ..errors import RuntimeProgramError
 
@@ -139,3 +141,16 @@ def stand_in(ndim: int, dtype: torch.dtype, device: torch.device) -> nn.Paramete
 def norm_power(norm_type: float) -> tuple[str, float]:
     """How norms of parts add up to that of the whole: the reduction, and the power that they are added in."""
     return ("max", 1.0) if math.isinf(norm_type) else ("sum", norm_type)
+
+
+def check_sharded(optimizer: torch.optim.Optimizer, cut: Sequence[str]) -> None:
+    """Whether an optimizer updates these parameters rightly, of which a rank has shards. Raises RuntimeProgramError for one of
+    torch that needs whole tensors; warns of one that is not torch's."""
+    kind = type(optimizer).__name__
+    if cut and kind in (*WHOLE_TENSOR_OPTIMIZERS, *REFUSED_OPTIMIZERS):
+        raise RuntimeProgramError(
+            f"{kind} needs whole tensors, but the plan shards {len(cut)} of them ({cut[0]}, …); use an elementwise "
+            "optimizer such as AdamW, or a plan with replicated parameters"
+        )
+    if cut and package_of(type(optimizer)) != "torch":
+        warnings.warn(f"{kind} runs on shards of parameters: correct only if it is elementwise", stacklevel=5)
