@@ -98,15 +98,22 @@ def _grown_at_once(order: Sequence[dict[str, Moment]]) -> list[dict[str, Moment]
     In the second, sums that lay in one tensor get their own; messages of every microbatch add up until as many are under way as
     may be."""
     first, *growing, steady = order
-    grown = {kind: sum(one[kind].sums - steady[kind].sums for one in growing) for kind in steady}
-    peaks, still = {kind: moment.peak for kind, moment in steady.items()}, sum(grown.values())
+    grown, neediest = dict[str, Moment](), dict[str, Moment]()
+    for kind, moment in steady.items():
+        sums = first[kind].sums + sum(one[kind].sums - moment.sums for one in growing)
+        parked = dict(first[kind].sums_parked)
+        for one in growing:
+            for tier in {*one[kind].sums_parked, *moment.sums_parked}:
+                more = one[kind].sums_parked.get(tier, 0) - moment.sums_parked.get(tier, 0)
+                parked[tier] = parked.get(tier, 0) + more
+        grown[kind] = replace(first[kind], sums=sums, sums_parked=parked)
+    still = sum(moment.sums - first[kind].sums for kind, moment in grown.items())
+    peaks = {kind: moment.peak for kind, moment in steady.items()}
     for one in growing:
         peaks = {kind: max(peak, one[kind].peak - still) for kind, peak in peaks.items()}
-        still -= sum(one[kind].sums - steady[kind].sums for kind in steady)
-    return [
-        {kind: replace(moment, sums=moment.sums + grown[kind]) for kind, moment in first.items()},
-        {kind: replace(moment, peak=peaks[kind]) for kind, moment in steady.items()},
-    ]
+        still -= sum(one[kind].sums - moment.sums for kind, moment in steady.items())
+    neediest = {kind: replace(moment, peak=peaks[kind]) for kind, moment in steady.items()}
+    return [grown, neediest]
 
 
 def _moments_of(played: Mapping[str, ActionBytes], step: StepBytes) -> list[dict[str, Moment]]:

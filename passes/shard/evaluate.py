@@ -50,5 +50,7 @@ def graph_of(program: Program, stage: StagePlan, pricer: Pricer, rules: RuleBook
         except KeyError:
             raise PlanError(f"the plan says nothing about {' '.join(key[1:])}; it is for another model") from None
 
+    some = any(parameter.by_microbatch for parameter in stage.parameters.values())
+    setting = replace(setting, by_microbatch=setting.by_microbatch or some)
     recompute = {name: stage.templates[name].recompute for name in program.templates if name in stage.templates}
     return Problem(program, pricer, rules, setting, given=state, recompute=recompute).graph

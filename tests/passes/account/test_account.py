@@ -67,12 +67,13 @@ def of_gradient_passes_s(stage: LoweredStage, pricer: Pricer) -> float:
     for p in stage.parameters.values():
         if p.contributions:
             nbytes, due = unreduced_bytes(p, stage.mesh), p.contributions * stage.microbatches
-            total += pricer.copy_s * nbytes * 3 * (due - 1)
+            times = stage.microbatches if p.by_microbatch else 1
+            total += pricer.copy_s * 3 * (nbytes * (due - times) + p.updated_bytes(stage.mesh) * (times - 1))
             for step in p.reduce:
                 size = stage.mesh.product(step.axes)
                 if step.kind in ("all_reduce", "reduce_scatter") and size > 1:
                     packed = step.kind == "all_reduce" or step.dims[0] > 0 or nbytes < 1 << 20
-                    total += pricer.copy_s * 2 * nbytes * packed
+                    total += times * pricer.copy_s * 2 * nbytes * packed
                     break
                 nbytes = step.facts.table.bytes_after(nbytes, size)
     return total
@@ -180,9 +181,10 @@ def bill(program: autopar.Program) -> list[float]:
                     total += m * pricer.op_s(op, rule, strategy)
         for p in stage.parameters.values():
             if p.contributions:
-                sent = (*gradient_messages(p, pricer.mesh), *regather_messages(p, pricer.mesh))
-                total += reduce_seconds(p, pricer) + regather_seconds(p, pricer)
-                total -= sum(message.seconds(pricer) for message in sent)
+                reduced, gathered = gradient_messages(p, pricer.mesh), regather_messages(p, pricer.mesh)
+                times = m if p.by_microbatch else 1
+                total += times * (reduce_seconds(p, pricer) - sum(message.seconds(pricer) for message in reduced))
+                total += regather_seconds(p, pricer) - sum(message.seconds(pricer) for message in gathered)
             if p.contributions and p.owned:
                 touched = 3 + 2 * program.setting.optimizer.ratio(p.name)
                 total += touched * p.optimizer.local_bytes(p.type, stage.mesh) * pricer.copy_s

@@ -69,7 +69,7 @@ KINDS = (
     BatchInput,
     RunOptions,
 )
-WORDS = ("bfloat16", "float32", "sm90", "failed", "slow", "none", "inductor", "dp", "", "a b", "ü")
+WORDS = ("bfloat16", "float32", "sm90", "failed", "slow", "none", "inductor", "highest", "dp", "", "a b", "ü")
 Pick = random.Random
 Plain = Callable[[Pick], Any]
 PLAIN: dict[Any, Plain] = {
