@@ -6,8 +6,8 @@ Run as a script, as Triton compiles or interprets by what the environment said w
 from __future__ import annotations
 
 import json
-import sys
 import re
+import sys
 from typing import Any
 
 import torch
