@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
@@ -208,6 +208,32 @@ class DeviceSpec:
         if not self.tiers:
             raise ClusterError(f"{self.name} has no memory tiers; {NO_TIERS}")
         return self.tiers
+
+    @staticmethod
+    def slowest_of(devices: Iterable[DeviceSpec]) -> DeviceSpec:
+        """A device that does nothing faster than any of these, for ranks that do the same on several kinds: the one with the
+        least arithmetic, with the least of what the others have. It does not matter in which order they are given."""
+        kinds = sorted(
+            set(devices), key=lambda d: (max(d.peak_flops.values()), d.peak_flops.get("float32", 0.0), d.name)
+        )
+        slowest, *others = kinds
+        if not others:
+            return slowest
+        shared = [dtype for dtype in slowest.peak_flops if all(d.supports(dtype) for d in others)]
+        tiers = [tier for tier in slowest.tiers if all(tier.name in {t.name for t in d.tiers} for d in others)]
+        return replace(
+            slowest,
+            name=" and ".join(sorted(d.name for d in kinds)),
+            peak_flops={dtype: min(d.peak_flops[dtype] for d in kinds) for dtype in shared},
+            memory_bytes=min(d.memory_bytes for d in kinds),
+            memory_bandwidth_Bps=min(d.memory_bandwidth_Bps for d in kinds),
+            launch_overhead_s=max(d.launch_overhead_s for d in kinds),
+            host_bandwidth_Bps=min(d.host_bandwidth_Bps for d in kinds),
+            tiers=tuple(
+                min((d.tier(t.name) for d in kinds), key=lambda one: (one.capacity_bytes, one.bandwidth_Bps))
+                for t in tiers
+            ),
+        )
 
     def slower(self, factor: float) -> DeviceSpec:
         """A device that takes `factor` times as long for whatever it computes."""

@@ -78,6 +78,17 @@ class ClusterSpec(Description):
             raise ClusterError(f"rank {rank} is outside the cluster of {self.size} devices")
         return self.devices[bisect_right(self._starts, rank) - 1][1]
 
+    def pace(self, first: int, count: int) -> DeviceSpec:
+        """The device that sets the pace of so many ranks from one on, which do the same: theirs, or where they are of several
+        kinds `DeviceSpec.slowest_of` these."""
+        own = self.device(first)
+        if len(self.devices) == 1:
+            return own
+        spans = zip(self._starts, self.devices, strict=True)
+        return DeviceSpec.slowest_of(
+            {d for start, (n, d) in spans if start < first + count and first < start + n} | {own}
+        )
+
     @property
     def homogeneous_devices(self) -> bool:
         """Whether all devices are alike."""

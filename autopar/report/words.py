@@ -244,7 +244,7 @@ def _beside_tensors(program: Compiled) -> list[str]:
     taken: list[tuple[float, dict[str, float], float]] = []
     for group, peak in groups:
         mesh = program.plan.stages[group[0]].mesh
-        device = program.cluster.device(mesh.offset)
+        device = program.cluster.pace(mesh.offset, mesh.size)
         rows = process_bytes(program.cluster, dict(mesh.axes), device)
         rows |= {"gaps of the allocator": fragmentation(device) * peak} if rows else {}
         taken.append((peak + sum(rows.values()), rows, device.memory_bytes))

@@ -155,7 +155,8 @@ class Task:
             counted = as_lowered(candidate.account, lowered, self.pricers)
         self.lowering_s += time.perf_counter() - started
         for group, peaks in zip(counted.graph.groups, counted.tier_peaks, strict=True):
-            device = self.cluster.device(candidate.plan.stages[group[0]].mesh.offset)
+            mesh = candidate.plan.stages[group[0]].mesh
+            device = self.cluster.pace(mesh.offset, mesh.size)
             for name, nbytes in peaks.items():
                 if nbytes > device.tier(name).capacity_bytes:
                     raise NoRoomError(

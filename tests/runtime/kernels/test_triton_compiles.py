@@ -19,10 +19,10 @@ SHARED_BYTES = 99 << 10
 
 
 @functools.cache
-def rows() -> list[dict[str, Any]]:
+def rows(*how: str) -> list[dict[str, Any]]:
     pytest.importorskip("triton", reason="needs triton, which is in the extra dev")
     path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-    command = [sys.executable, "-m", "tests.runtime.kernels.compile_kernels"]
+    command = [sys.executable, "-m", "tests.runtime.kernels.compile_kernels", *how]
     with tempfile.TemporaryDirectory() as cache:
         told = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache, "PYTHONPATH": path}
         ran = subprocess.run(
@@ -46,7 +46,8 @@ def test_dropout_reads_and_writes_every_number_once_and_nothing_else() -> None:
         assert row["ld"] == row["st"] == row["thread"], row
 
 
-def test_kernels_of_attention_share_what_every_device_has() -> None:
-    found = [row for row in rows() if row["kernel"] != "dropout"]
-    assert len(found) == 18
+@pytest.mark.parametrize(("how", "count"), [((), 3), pytest.param(("every",), 18, marks=pytest.mark.slow)])
+def test_kernels_of_attention_share_what_every_device_has(how: tuple[str, ...], count: int) -> None:
+    found = [row for row in rows(*how) if row["kernel"] != "dropout"]
+    assert len(found) == count
     assert max(row["shared"] for row in found) <= SHARED_BYTES, found

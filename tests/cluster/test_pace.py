@@ -1,0 +1,63 @@
+"""Ranks of several kinds that do the same go at the pace of the slowest, whatever the order in which machines are listed."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.cluster import ClusterSpec
+from autopar.cluster.device import DeviceSpec, device_preset
+
+KINDS = {name: device_preset(name) for name in ("h100", "a100", "v100")}
+
+
+def cluster_of(*names: str) -> ClusterSpec:
+    levels = ClusterSpec.homogeneous(devices=4 * len(names), device="a100", devices_per_node=4).levels
+    return ClusterSpec("mixed", tuple((4, KINDS[name]) for name in names), levels)
+
+
+def test_the_slowest_has_the_least_of_each() -> None:
+    one = DeviceSpec.slowest_of(KINDS.values())
+    assert one.peak_flops == {
+        dtype: min(d.peak_flops[dtype] for d in KINDS.values()) for dtype in ("float64", "float32", "float16")
+    }
+    for field in ("memory_bytes", "memory_bandwidth_Bps", "host_bandwidth_Bps"):
+        assert getattr(one, field) == min(getattr(d, field) for d in KINDS.values())
+    assert one.launch_overhead_s == max(d.launch_overhead_s for d in KINDS.values())
+    assert {DeviceSpec.slowest_of(order) for order in itertools.permutations(KINDS.values())} == {one}
+    assert DeviceSpec.slowest_of([KINDS["a100"]] * 2) == KINDS["a100"]
+
+
+def test_the_pace_is_that_of_the_ranks_that_are_meant() -> None:
+    cluster = cluster_of("h100", "v100", "h100")
+    assert cluster.pace(0, 4) == cluster.pace(8, 4) == KINDS["h100"]
+    assert cluster.pace(4, 2) == KINDS["v100"]
+    assert cluster.pace(2, 4) == cluster.pace(0, 12) == DeviceSpec.slowest_of([KINDS["h100"], KINDS["v100"]])
+
+
+def test_the_order_of_machines_changes_no_plan_on_one_mesh_and_no_time() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2048, 8192), nn.GELU(), nn.Linear(8192, 2048))
+        batch = torch.empty(4096, 2048), torch.empty(4096, 2048)
+
+    def step(*names: str) -> tuple[float, float, str]:
+        options = autopar.Options(pp=1, microbatches=1)
+        made = autopar.compile(
+            model,
+            cluster_of(*names),
+            batch,
+            loss_fn=nn.functional.mse_loss,
+            optimizer=torch.optim.Adam,
+            options=options,
+        )
+        return made.predicted.step_time_s, made.predicted.peak_bytes, str(made.plan.stages[0].mesh)
+
+    orders = {step(*names) for names in itertools.permutations(("h100", "a100"))}
+    assert len(orders) == 1
+    ((mixed_s, _, _),) = orders
+    assert mixed_s >= step("a100", "a100")[0]
+    assert mixed_s == pytest.approx(step("a100", "a100")[0], rel=0.05)
