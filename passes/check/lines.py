@@ -80,11 +80,8 @@ def _check_stage(stage: LoweredStage, rules: RuleBook) -> None:
                 raise CheckError(f"{function.name}: {name} leaves as {typed[name][1]}, said to be {end.spec}")
     check_calls(stage, typed_by_function)
     for p in stage.parameters.values():
-        for fine, coarse in zip(p.optimizer.dims, p.storage.dims, strict=True):
-            if fine[: len(coarse)] != coarse:
-                raise CheckError(
-                    f"parameter {p.name}: optimizer spec {p.optimizer} does not refine storage {p.storage}"
-                )
+        if not p.optimizer.refines(p.storage):
+            raise CheckError(f"parameter {p.name}: optimizer spec {p.optimizer} does not refine storage {p.storage}")
 
 
 def _same(where: str, names: tuple[str, ...], kept: dict[str, Typed], read: dict[str, Typed]) -> None:
