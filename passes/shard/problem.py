@@ -337,10 +337,8 @@ class Problem:
             seconds = self.pricer.lattice(type_, joined=GATHERED).between(before.numbers, after.numbers)
         except KeyError as error:
             raise self._misfit(type_, error.args[0]) from None
-        specs = self.pricer.shards(type_).letters.specs
-        for i, run in before.runs.items():
-            seconds[i] = self.pricer.convert_s(type_, run, after.runs.get(i, specs[after.numbers[i]]), GATHERED)
-        return seconds
+        between = Stored(before.numbers, {i: run for i, run in before.runs.items() if i not in after.runs})
+        return between.gathered_s(seconds, self.pricer, type_, GATHERED)
 
     def _connect_parameter(
         self, v: int, type_: TensorType, group: Group, stored: Stored, optimizer: Stored | None
@@ -368,7 +366,7 @@ class Problem:
     def _use_s(self, stored: TensorType, used: TensorType, before: Stored, after: np.ndarray) -> np.ndarray:
         """Seconds from storage to use, per pair of specs: shards are cast, then gathered as they are used."""
         pair = self._conversion(used, before.numbers, after)
-        seconds = self.shares.each * before.used_s(pair, self.pricer, used, after)
+        seconds = self.shares.each * before.gathered_s(pair, self.pricer, used)
         if used == stored:
             return seconds
         both = before.local_bytes(stored, self.pricer) + before.local_bytes(used, self.pricer)

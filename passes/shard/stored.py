@@ -32,11 +32,13 @@ class Stored:
             nbytes[i] = spec.local_bytes(type_, pricer.mesh)
         return nbytes
 
-    def used_s(self, seconds: np.ndarray, pricer: Pricer, type_: TensorType, after: np.ndarray) -> np.ndarray:
-        """Seconds from these states (rows) to uses in the specs with these numbers. seconds: the same from blocks."""
-        specs = pricer.shards(type_).letters.specs
+    def gathered_s(
+        self, seconds: np.ndarray, pricer: Pricer, type_: TensorType, *joined: tuple[str, ...]
+    ) -> np.ndarray:
+        """Seconds from these states (rows) to specs of values. seconds: the same from blocks; joined: as of `Pricer.joined_s`."""
+        own_s = {run: pricer.convert_s(type_, run, run.block, *joined) for run in set(self.runs.values())}
         for i, run in self.runs.items():
-            seconds[i] = [pricer.convert_s(type_, run, specs[n]) for n in after.tolist()]
+            seconds[i] += own_s[run]
         return seconds
 
     def reduced_s(
@@ -48,9 +50,13 @@ class Stored:
         joined: tuple[str, ...],
         compression: str,
     ) -> np.ndarray:
-        """Seconds from gradients in the specs with these numbers to these states (columns). seconds: as of `used_s`; joined,
+        """Seconds from gradients in the specs with these numbers to these states (columns). seconds: the same to blocks; joined,
         compression: as of `Pricer.joined_s`."""
-        specs = pricer.shards(type_).letters.specs
+        specs = [pricer.shards(type_).letters.specs[n] for n in before.tolist()]
+        columns = {
+            run: [pricer.convert_s(type_, spec, run, joined, compression) for spec in specs]
+            for run in set(self.runs.values())
+        }
         for i, run in self.runs.items():
-            seconds[:, i] = [pricer.convert_s(type_, specs[n], run, joined, compression) for n in before.tolist()]
+            seconds[:, i] = columns[run]
         return seconds
