@@ -27,8 +27,8 @@ States = tuple[tuple[Spec, Spec], ...]
 
 @lru_cache(maxsize=4096)
 def run_states(axes: tuple[tuple[str, int], ...], shape: tuple[int, ...]) -> States:
-    """How a trained parameter may be stored and updated with runs: those of every block over axes that no dims of it can take
-    together, which are stored too, or of which the optimizer's state is beside a coarser block."""
+    """How a trained parameter may be stored and updated with runs: those of every block over axes that no dims can take together
+    with its own, which are stored too, or of which the optimizer's state is beside a coarser block."""
     if not shape:
         return ()
     on_mesh, mesh = shards(axes, len(shape)), Mesh(axes)
@@ -36,18 +36,16 @@ def run_states(axes: tuple[tuple[str, int], ...], shape: tuple[int, ...]) -> Sta
     blocks = [
         s for s, fits, owes in zip(letters.specs, divides, letters.owed.tolist(), strict=True) if fits and not owes
     ]
-    coarser: dict[Spec, list[Spec]] = {}
-    taken = set()
+    taken, coarser = {block.axes for block in blocks}, dict[Spec, list[Spec]]()
     for a, b in zip(*(n.tolist() for n in refinements(letters)), strict=True):
         if divides[a] and divides[b]:
             coarser.setdefault(letters.specs[b], []).append(letters.specs[a])
-            taken.add((letters.specs[a], letters.specs[b].axes))
     states = []
     for block in blocks:
         elements = math.prod(block.local_shape(shape, mesh))
         free = [axis for axis in letters.axes if axis not in block.axes]
         for run in (run for n in range(1, len(free) + 1) for run in combinations(free, n)):
-            if (block, block.axes | set(run)) not in taken and elements >= mesh.product(run):
+            if block.axes.union(run) not in taken and elements >= mesh.product(run):
                 spec = Spec(block.dims, (), run)
                 states += [(spec, spec), *((storage, spec) for storage in coarser[block])]
     return tuple(states)
