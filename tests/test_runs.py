@@ -123,7 +123,7 @@ def wide(ranks: int, microbatches: int) -> autopar.ParallelProgram:
 
 
 def gpt2_xl(ranks: int, microbatches: int) -> autopar.ParallelProgram:
-    """Of two layers, without their dropout, which says nothing about state."""
+    """A GPT-2 XL of two layers."""
     with torch.device("meta"):
         gpt = Gpt2(50257, 64, 1600, 25, 2)
         ids = torch.zeros(8 * ranks, 64, dtype=torch.long)

@@ -33,10 +33,10 @@ class Stored:
         return nbytes
 
     def gathered_s(
-        self, seconds: np.ndarray, pricer: Pricer, type_: TensorType, *joined: tuple[str, ...]
+        self, seconds: np.ndarray, pricer: Pricer, type_: TensorType, joined: tuple[str, ...] = ()
     ) -> np.ndarray:
         """Seconds from these states (rows) to specs of values. seconds: the same from blocks; joined: as of `Pricer.joined_s`."""
-        own_s = {run: pricer.convert_s(type_, run, run.block, *joined) for run in set(self.runs.values())}
+        own_s = {run: pricer.convert_s(type_, run, run.block, joined) for run in set(self.runs.values())}
         for i, run in self.runs.items():
             seconds[i] += own_s[run]
         return seconds

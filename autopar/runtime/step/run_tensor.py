@@ -74,7 +74,9 @@ class RunTensor(Tensor):
         return self.to_local().view(-1)[start : start + math.prod(sizes)].view(sizes)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub says it is a method
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise NotImplementedError(f"{func} of a run of elements; take its to_local() or full_tensor()")
