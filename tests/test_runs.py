@@ -15,6 +15,7 @@ import autopar
 from autopar.errors import ConstraintError, PlanError
 from autopar.ir.resting import on_rank
 from autopar.runtime.checkpoint import checkpoint
+from tests.gpu.simulated import simulated
 from tests.proof.test_offload import assert_kept, same
 from tests.runs_worker import ADAMW, batch, compiled, full_state, model
 from tests.test_other_ranks import NOTED, check_run, train_on
@@ -93,6 +94,24 @@ def test_compressed_gradients_of_runs_train(compression: str) -> None:
     losses = program.run([batch()] * 8).losses
     exact = compiled(3, strategy="zero3").run([batch()] * 8).losses
     assert abs(losses[-1] - exact[-1]) < 0.02 * exact[-1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "zero1"},
+        {"strategy": "zero2", "microbatches": 4},
+        {"strategy": "zero3", "microbatches": 2},
+        {"strategy": "zero3", "offload": "all"},
+        {"strategy": "zero3", "gradient_compression": "int8"},
+    ],
+)
+def test_streams_of_a_gpu_are_in_order(options: dict[str, Any]) -> None:
+    cluster = autopar.ClusterSpec.homogeneous(devices=3, device="h100").with_tiers()
+    program = compiled(cluster, **options)
+    assert in_runs(program)
+    found = simulated(program, batch(), 2)
+    assert not found.findings, str(found)
 
 
 # --- a share of the state
