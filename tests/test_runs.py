@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import autopar
 from autopar.errors import ConstraintError, PlanError
@@ -20,6 +21,7 @@ from tests.proof.test_offload import assert_kept, same
 from tests.runs_worker import ADAMW, batch, compiled, full_state, model
 from tests.test_other_ranks import NOTED, check_run, train_on
 from tests.warm import torchrun
+from tests.zoo.models import MODELS, ZooModel
 from tests.zoo.transformers import Gpt2
 
 DATA = f"""import sys
@@ -48,6 +50,27 @@ def test_what_divides_by_no_number_of_ranks_is_shared_by_all(ranks: int, strateg
     program = compiled(ranks, 12 * ranks, strategy=strategy, microbatches=microbatches)
     assert len(in_runs(program)) == 6
     equal_to_eager(program, 12 * ranks)
+
+
+@pytest.mark.few(8)
+@pytest.mark.parametrize("ranks", [3, 5, 6, 7])
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("zoo", MODELS, ids=str)
+def test_the_zoo_equals_one_device_on_odd_numbers_of_ranks(zoo: ZooModel, strategy: str, ranks: int) -> None:
+    """Every rank takes as many rows as the zoo's batch has for four."""
+    rows = lambda *x: torch.cat(x)[: ranks * (len(x[0]) // 4)] if isinstance(x[0], torch.Tensor) else x[0]  # noqa: E731
+    inputs = pytree.tree_map(rows, *(zoo.batch(seed) for seed in range(ranks)))
+    program = autopar.compile(
+        zoo.make(),
+        autopar.ClusterSpec.local(ranks),
+        inputs,
+        loss_fn=zoo.loss_fn,
+        optimizer=zoo.optimizer,
+        options=autopar.Options(strategy=strategy),
+    )
+    result = autopar.verify(program, zoo.make(), inputs)
+    assert result.ok
+    assert result.max_error <= 1e-9
 
 
 @pytest.mark.parametrize(
@@ -152,7 +175,7 @@ def gpt2_xl(ranks: int, microbatches: int) -> autopar.ParallelProgram:
 
 
 @pytest.mark.parametrize("make", [wide, gpt2_xl])
-@pytest.mark.parametrize("ranks", [2, 3, 5, 6, 7, 8, 24, 56, 96, 1000])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 6, 7, 8, 24, 56, 96, 1000])
 def test_a_rank_holds_its_share_of_the_state(make: Any, ranks: int) -> None:
     """Parameters, gradients and Adam's moments: four numbers a parameter; gradients between microbatches are shards too."""
     for microbatches in (1, 8):
