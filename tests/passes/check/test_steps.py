@@ -53,5 +53,5 @@ def test_a_fault_in_the_steps_of_a_run_is_found(
     p: StoredParameter = stage.parameters["wide.weight"]
     assert p.optimizer.run == ("dp", "tp")
     broken = replace(p, **{way: fault(getattr(p, way))})
-    with pytest.raises(CheckError, match="wide.weight"):
+    with pytest.raises(CheckError, match=r"wide\.weight"):
         check(replace(stage, parameters={**stage.parameters, p.name: broken}), RuleBook())
