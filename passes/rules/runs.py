@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from functools import lru_cache
 from itertools import combinations
 
 from autopar.ir.mesh import Mesh
@@ -25,7 +24,6 @@ States = tuple[tuple[Spec, Spec], ...]
 """Pairs of storage and optimizer specs."""
 
 
-@lru_cache(maxsize=4096)
 def run_states(axes: tuple[tuple[str, int], ...], shape: tuple[int, ...]) -> States:
     """How a trained parameter may be stored and updated with runs: those of every block over axes that no dims can take together
     with its own, which are stored too, or of which the optimizer's state is beside a coarser block."""

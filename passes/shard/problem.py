@@ -318,7 +318,7 @@ class Problem:
                     "an elementwise optimizer"
                 )
         pairs = zip(coarse[possible].tolist(), fine[possible].tolist(), strict=True)
-        runs = run_states(self.mesh.axes, type_.shape) if whole is None else ()
+        runs = self.pricer.memo[run_states](self.mesh.axes, type_.shape) if whole is None else ()
         in_runs = (pair for pair in runs if updated or pair[0] == pair[1])
         kept = self._kept(key, chain(((specs[a], specs[b]) for a, b in pairs), in_runs))
         if whole is not None and not kept:
