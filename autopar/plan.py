@@ -132,6 +132,10 @@ class StagePlan:
         for name, template in self.templates.items():
             for value, spec in template.specs.items():
                 _check_axes(spec, self.mesh, f"{path}.templates.{name}.specs.{value}")
+                if spec.run:
+                    raise SchemaError(
+                        f"{path}.templates.{name}.specs.{value}: {spec} has a run, as parameters alone rest"
+                    )
         for name, parameter in self.parameters.items():
             _check_axes(parameter.storage, self.mesh, f"{path}.parameters.{name}.storage")
             _check_axes(parameter.optimizer, self.mesh, f"{path}.parameters.{name}.optimizer")
@@ -264,13 +268,14 @@ def check_plan(plan: Plan, program: Program) -> None:
         )
     for stage in plan.stages:
         for name, p in stage.parameters.items():
-            coarser = [
-                fine[: len(whole)] != whole for fine, whole in zip(p.optimizer.dims, p.storage.dims, strict=False)
-            ]
-            if any(coarser) or len(p.optimizer.dims) != len(p.storage.dims):
+            if not p.optimizer.refines(p.storage):
                 raise PlanError(
                     f"parameter {name}: the optimizer state {p.optimizer.show()} must be sharded at least like the stored "
-                    f"parameter {p.storage.show()}, over the same axes first"
+                    f"parameter {p.storage.show()}, over the same axes first; beside a run it is the same run"
+                )
+            if any(stage.mesh.sizes[axis] == 1 for axis in p.optimizer.run):
+                raise PlanError(
+                    f"parameter {name}: the run {p.optimizer.show()} is over an axis of one rank; leave that out"
                 )
 
 

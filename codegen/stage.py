@@ -100,9 +100,9 @@ def _row(row: Row, printer: Printer, extra: str) -> str:
 
 def _parameter(p: StoredParameter, printer: Printer) -> str:
     row = (
-        f"{quoted(p.name)}: dict(shape={p.type.shape!r}, dtype={printer.dtype(p.type.dtype)!r}, spec={p.storage.dims!r}"
+        f"{quoted(p.name)}: dict(shape={p.type.shape!r}, dtype={printer.dtype(p.type.dtype)!r}, spec={p.storage.row!r}"
     )
-    row += f", opt_spec={p.optimizer.dims!r}, trainable={p.trainable!r}, gather={rows(p.regather)!r}"
+    row += f", opt_spec={p.optimizer.row!r}, trainable={p.trainable!r}, gather={rows(p.regather)!r}"
     row += f", tier={p.tier!r}" if p.tier else ""
     row += f", optimizer_tier={p.optimizer_tier!r}" if p.optimizer_tier else ""
     row += f", narrow={printer.dtype(p.narrow)!r}" if p.narrow else ""

@@ -15,6 +15,7 @@ On two ranks a float32 (8, 4) under Adam, stored whole and updated by columns, h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Generic
@@ -92,13 +93,23 @@ def planned(
     stored, updated = float(storage.local_bytes(type_, mesh)), float(optimizer.local_bytes(type_, mesh))
     if not trained:
         return ParameterOnRank(type_, stored, updated)
-    shapes = (spec.local_shape(type_.shape, mesh) for spec in (storage, optimizer))
-    return ParameterOnRank(type_, stored, updated, True, names, updated if is_copy(*map(np.array, shapes)) else None)
+    return ParameterOnRank(
+        type_, stored, updated, True, names, updated if is_apart(type_, storage, optimizer, mesh) else None
+    )
 
 
 def gradient_bytes(updated: Bytes) -> Bytes:
     """Bytes of a reduced gradient where the optimizer updates a block of so many."""
     return updated
+
+
+def is_apart(type_: TensorType, storage: Spec, optimizer: Spec, mesh: Mesh) -> bool:
+    """Whether the block that the optimizer updates is a copy beside the stored one: a run is where zeros fill it up."""
+    if storage == optimizer:
+        return False
+    stored, block = (spec.block.local_shape(type_.shape, mesh) for spec in (storage, optimizer))
+    filled = bool(math.prod(block) % mesh.product(optimizer.run))
+    return filled or bool(is_copy(np.array(stored), np.array(block)))
 
 
 def is_copy(stored: np.ndarray, updated: np.ndarray) -> np.ndarray:

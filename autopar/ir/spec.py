@@ -6,6 +6,11 @@ along such an axis holds a term, and their sum (or max, min) is the value. Two d
     f32[8]          both hold all 8 numbers
     f32[8@dp]       each holds 4
     f32[8] ~sum(dp) each holds 8 terms; adding them gives the value
+
+What rests of a parameter may also be a *run*: the elements of the block that dims leave, one after another, cut into equal
+parts, of which zeros fill up the last. So a parameter is shared by any number of ranks, whatever its sizes are:
+
+    f32[3, 3] run(dp)   each holds 5 of 9 elements, the second one's last is a zero
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from functools import cached_property
 from autopar.errors import ShardingError
 from autopar.ir.mesh import Mesh
 from autopar.ir.types import TensorType
+from autopar.runtime.comm.mesh import run_shape
 from autopar.runtime.data.schema import is_identifier
 
 REDUCTIONS = ("sum", "max", "min")
@@ -24,10 +30,12 @@ REDUCTIONS = ("sum", "max", "min")
 
 @dataclass(frozen=True)
 class Spec:
-    """`dims[i]`: axes sharding dim i, major first. `partial`: sorted (axis, reduction) pairs still owed."""
+    """`dims[i]`: axes sharding dim i, major first. `partial`: sorted (axis, reduction) pairs still owed. `run`: axes over which
+    the elements of a block are cut, major first; nothing is owed beside it, and values have none."""
 
     dims: tuple[tuple[str, ...], ...]
     partial: tuple[tuple[str, str], ...] = ()
+    run: tuple[str, ...] = ()
 
     @staticmethod
     def replicated(rank: int) -> Spec:
@@ -35,7 +43,7 @@ class Spec:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.dims, self.partial))
+        return hash((self.dims, self.partial, self.run))
 
     def __hash__(self) -> int:
         return self._hash
@@ -43,17 +51,20 @@ class Spec:
     @cached_property
     def axes(self) -> frozenset[str]:
         """Every axis that this spec uses (shards over or is partial over)."""
-        return frozenset(a for dim in self.dims for a in dim) | frozenset(a for a, _ in self.partial)
+        return frozenset(a for dim in (*self.dims, self.run) for a in dim) | frozenset(a for a, _ in self.partial)
 
     @property
     def is_replicated(self) -> bool:
-        return not self.partial and not any(self.dims)
+        return not (self.partial or self.run or any(self.dims))
 
     def shards(self, mesh: Mesh, dim: int) -> int:
         return mesh.product(self.dims[dim])
 
     def local_shape(self, shape: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
-        """Shape held by one rank. Raises ShardingError where a dim does not divide."""
+        """Shape held by one rank; a run has as many dims, of which the first is its elements. Raises ShardingError where a dim
+        does not divide."""
+        if self.run:
+            return run_shape(self.block.local_shape(shape, mesh), mesh.product(self.run))
         if not any(self.dims):
             return tuple(shape)
         local = []
@@ -74,10 +85,30 @@ class Spec:
         parts = 1
         for axes in self.dims:
             parts *= mesh.product(axes)
+        if self.run:
+            elements = type_.nbytes // type_.dtype.itemsize // parts
+            return -(-elements // mesh.product(self.run)) * type_.dtype.itemsize
         return type_.nbytes // parts
 
+    @cached_property
+    def block(self) -> Spec:
+        """How the block lies whose elements are cut, or the whole spec where none are."""
+        return Spec(self.dims, self.partial) if self.run else self
+
+    @property
+    def row(self) -> tuple[tuple[str, ...], ...]:
+        """The spec as the runtime's tables have it: its dims, and the axes of a run where it is one."""
+        return (*self.dims, self.run) if self.run else self.dims
+
+    def refines(self, coarse: Spec) -> bool:
+        """Whether blocks are parts of the blocks of another spec that owes nothing, over the same axes first."""
+        if coarse.run:
+            return self == coarse
+        inside = zip(self.dims, coarse.dims, strict=False)
+        return len(self.dims) == len(coarse.dims) and all(fine[: len(whole)] == whole for fine, whole in inside)
+
     def without_partial(self) -> Spec:
-        return Spec(self.dims)
+        return Spec(self.dims, (), self.run)
 
     def show(self, type_: TensorType | None = None) -> str:
         """`f32[8@dp, 128, 4096@tp] ~sum(cp)`; without a type `[@dp, ., @tp] ~sum(cp)`."""
@@ -88,13 +119,13 @@ class Spec:
             owed = [a for a, reduction in self.partial if reduction == op]
             if owed:
                 text += f" ~{op}({','.join(owed)})"
-        return text
+        return f"{text} run({','.join(self.run)})" if self.run else text
 
     def __str__(self) -> str:
         return self.show()
 
 
-_FORM = re.compile(r"\w*\[(?P<dims>[^\]]*)\](?P<partial>( ~\w+\([\w,]+\))*)", re.ASCII)
+_FORM = re.compile(r"\w*\[(?P<dims>[^\]]*)\](?P<partial>( ~\w+\([\w,]+\))*)( run\((?P<run>[\w,]+)\))?", re.ASCII)
 _DIM = re.compile(r" *(?:\.|\d+)? *(?:@(?P<axes>[\w.]+))? *", re.ASCII)
 
 
@@ -111,11 +142,14 @@ def parse_spec(text: str) -> Spec:
         if op not in REDUCTIONS:
             raise ShardingError(f"{text!r}: unknown reduction {op!r}; known are {', '.join(REDUCTIONS)}")
         partial += [(axis, op) for axis in axes.split(",")]
-    spec = Spec(dims, tuple(sorted(partial)))
+    run = tuple(match["run"].split(",")) if match["run"] else ()
+    if run and (partial or not dims):
+        raise ShardingError(f"{text!r}: a run is of a tensor with dims, and owes nothing beside it")
+    spec = Spec(dims, tuple(sorted(partial)), run)
     wrong = [axis for axis in spec.axes if not is_identifier(axis)]
     if wrong:
         raise ShardingError(f"{text!r}: {wrong[0]!r} is no name of a mesh axis; write for example '[@dp.tp, .]'")
-    used = [*(axis for dim in dims for axis in dim), *(axis for axis, _ in partial)]
+    used = [*(axis for dim in (*dims, run) for axis in dim), *(axis for axis, _ in partial)]
     if len(used) > len(spec.axes):
         raise ShardingError(f"{text!r} uses a mesh axis twice; an axis shards one dim, or owes one sum")
     return spec

@@ -12,6 +12,7 @@ which conversions are found, printed, typed and priced.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -77,8 +78,16 @@ STEP_KINDS: dict[str, StepKind] = {
         sends=False,
         copied_s=lambda held, size, dims, copy_s: 0.1 * copy_s * held / size + 1e-9,
     ),
+    "flatten": StepKind(
+        TABLE_STEPS["flatten"],
+        "flat",
+        sends=False,
+        copied_s=lambda held, size, dims, copy_s: 2 * copy_s * held if math.prod(dims) % size else 0.0,
+    ),
+    "unflatten": StepKind(TABLE_STEPS["unflatten"], "block", sends=False),
 }
-"""Every kind of step by its name. Those that the runtime has rows for may be in tables."""
+"""Every kind of step by its name. Those that the runtime has rows for may be in tables. Those of runs are in tables alone: values
+are no runs."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +127,7 @@ class Step(_OfKind):
 @dataclass(frozen=True)
 class RuntimeStep(_OfKind):
     """One step of a parameter or gradient over `axes`. dims: the tensor dims it is about (none for all_reduce; of an all_to_all
-    the sharded one, then the whole one)."""
+    the sharded one, then the whole one), or the sizes of a block."""
 
     axes: tuple[str, ...]
     dims: tuple[int, ...] = ()

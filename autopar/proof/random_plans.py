@@ -26,12 +26,13 @@ def random_plan(
     """Random stages on random groups of the program's ranks, and in each stage a random mesh and random states.
 
     Stages are cut anywhere, groups may be of unequal size, every group may run two stages, and the schedule is any that
-    fits. Half of the gradients are reduced after every microbatch. Half of the plans have blocks in pieces, and insist on these
-    and on the lines that run beside messages. pp forces the number of groups (as far as the model can be cut), schedule its name,
+    fits. Half of the gradients are reduced after every microbatch, and half of the parameters that may rest in runs of
+    elements do. Half of the plans have blocks in pieces, and insist on these and on the lines that run beside
+    messages. pp forces the number of groups (as far as the model can be cut), schedule its name,
     pieces their number; schedules of several stages per group get two. Raises PlanError where a forced schedule has too few
     places to cut.
     """
-    rng, reduced = random.Random(seed), random.Random(f"by microbatch {seed}")
+    rng, reduced, in_runs = (random.Random(s) for s in (seed, f"by microbatch {seed}", f"runs {seed}"))
     ir, ranks, m = program.ir, program.cluster.size, program.plan.microbatches
     points = sorted(cut_points(ir))
     most = min(ranks, len(points) + 1, 4)
@@ -58,7 +59,7 @@ def random_plan(
         mesh = random_mesh(sizes[group], rng)
         mesh = Mesh(mesh.axes, sum(sizes[:group]))
         problem = Problem(part, Pricer(program.cluster, mesh), program.rules, program.setting)
-        stage = stage_plan(problem, random_choice(problem.graph, rng), span)
+        stage = stage_plan(problem, random_choice(problem.graph, rng, in_runs), span)
         overlap = OVERLAPS[seed % len(OVERLAPS)]
         often = 0.5 * ir.training * (m > 1)
         parameters = {n: replace(p, by_microbatch=reduced.random() < often) for n, p in stage.parameters.items()}
@@ -86,9 +87,16 @@ def _in_pieces(program: ParallelProgram, plan: Plan, count: int) -> Plan:
     return in_pieces(plan, count, program.ir, lowered, program.rules)
 
 
-def random_choice(graph: FactorGraph, rng: random.Random) -> list[int]:
-    """Any assignment: every state is valid on its own, conversions make up for every disagreement."""
-    return [rng.randrange(len(states)) for states in graph.states]
+def random_choice(graph: FactorGraph, rng: random.Random, in_runs: random.Random | None = None) -> list[int]:
+    """Any assignment: every state is valid on its own, conversions make up for every disagreement. in_runs: decides for the
+    parameters that may rest in runs of elements, whose states come last (None: rng does)."""
+    in_runs, choice = in_runs or rng, []
+    for key, states in zip(graph.keys, graph.states, strict=True):
+        blocks = sum(not optimizer.run for _, optimizer in states) if key[0] == "param" else len(states)
+        chosen = rng.randrange(blocks)
+        in_run = blocks < len(states) and in_runs.random() < 0.5
+        choice.append(in_runs.randrange(blocks, len(states)) if in_run else chosen)
+    return choice
 
 
 def random_mesh(ranks: int, rng: random.Random) -> Mesh:

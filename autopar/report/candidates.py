@@ -22,8 +22,8 @@ def shape_of(plan: Plan) -> Shape:
         plan.schedule,
         plan.order,
         any(template.recompute for stage in plan.stages for template in stage.templates.values()),
-        any(any(p.storage.dims) for p in stored),
-        any(any(p.optimizer.dims) for p in stored),
+        any(p.storage.axes for p in stored),
+        any(p.optimizer.axes for p in stored),
     )
 
 

@@ -15,6 +15,7 @@ from autopar.ir.lines import AddGradient, CallBackward, CallForward, CallWeights
 from autopar.ir.lowered import LoweredStage, LoweredTemplate
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
+from autopar.passes.check.steps import check_steps
 
 Typed = tuple[TensorType, Spec]
 
@@ -93,6 +94,9 @@ def _check_gradients(stage: LoweredStage, typed: Mapping[str, Mapping[str, Typed
                 raise CheckError(f"{function.name}: {line.value} goes to the store as its own, and is read elsewhere")
             added[name] += 1
     for name, parameter in stage.parameters.items():
+        if name in arrives:
+            way = arrives[name], parameter.reduce, parameter.optimizer
+            check_steps(parameter, "the reduction of the gradient", *way, stage.mesh)
         if added[name] != parameter.contributions:
             raise CheckError(
                 f"stage {stage.index}: {added[name]} gradients of {name} are stored, it is used {parameter.contributions} times"

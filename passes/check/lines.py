@@ -23,6 +23,7 @@ from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
 from autopar.ops.registry import AlongAxis, find
 from autopar.passes.check.calls import Typed, check_calls
+from autopar.passes.check.steps import check_steps, stepped
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.schedule.proof import check_table
 
@@ -80,11 +81,9 @@ def _check_stage(stage: LoweredStage, rules: RuleBook) -> None:
                 raise CheckError(f"{function.name}: {name} leaves as {typed[name][1]}, said to be {end.spec}")
     check_calls(stage, typed_by_function)
     for p in stage.parameters.values():
-        for fine, coarse in zip(p.optimizer.dims, p.storage.dims, strict=True):
-            if fine[: len(coarse)] != coarse:
-                raise CheckError(
-                    f"parameter {p.name}: optimizer spec {p.optimizer} does not refine storage {p.storage}"
-                )
+        if not p.optimizer.refines(p.storage):
+            raise CheckError(f"parameter {p.name}: optimizer spec {p.optimizer} does not refine storage {p.storage}")
+        check_steps(p, "the gather after the step", p.optimizer, p.regather, p.storage, stage.mesh)
 
 
 def _same(where: str, names: tuple[str, ...], kept: dict[str, Typed], read: dict[str, Typed]) -> None:
@@ -295,27 +294,8 @@ def _global_call(line: Compute, operands: list[TensorType]) -> OpCall:
 
 def _converted(line: Convert, mesh: Mesh, typed: dict[str, Typed], where: str) -> Spec:
     """The spec of a line's value after its conversion step. Raises CheckError where the value's spec does not allow it."""
-    step = line.step
-    axis = step.axis
-    if axis not in mesh.sizes:
-        raise CheckError(f"{where}: {step.kind} over axis {axis}, the mesh has {', '.join(mesh.names)}")
     type_, spec = typed[line.value]
-    dims, partial, facts = list(spec.dims), dict(spec.partial), step.facts
-
-    def need(condition: bool, what: str) -> None:
-        if not condition:
-            raise CheckError(f"{where}: {step.kind} over {axis} of {line.value} {spec.show(type_)}: {what}")
-
-    if facts.owes < 0:
-        need(partial.pop(axis, None) == step.reduction, "nothing of that kind is owed over the axis")
-    elif 1 not in facts.table.dims:
-        need(axis not in spec.axes, "the axis is in use")
-    for dim, grows in zip(step.dims, facts.table.dims, strict=True):
-        if grows > 0:
-            need(bool(dims[dim]) and dims[dim][-1] == axis, "the axis is not the minor-most of that dim")
-            dims[dim] = dims[dim][:-1]
-        else:
-            dims[dim] = (*dims[dim], axis)
-    if facts.owes > 0:
-        partial[axis] = "sum"
-    return Spec(tuple(dims), tuple(sorted(partial.items())))
+    try:
+        return stepped(spec, line.step, mesh, f"{line.value} {spec.show(type_)}")
+    except CheckError as error:
+        raise CheckError(f"{where}: {error}") from None

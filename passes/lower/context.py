@@ -16,12 +16,13 @@ from autopar.ir.program import Call, Program, Template, ValueRef
 from autopar.ir.spec import Spec
 from autopar.ir.steps import RuntimeStep
 from autopar.ir.types import TensorType
-from autopar.passes.lower.convert import path, runtime_steps
+from autopar.passes.lower.convert import table_steps
 from autopar.passes.lower.template import lower_template
 from autopar.passes.price.compression import compression_of
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.memo import Memo
+from autopar.passes.rules.runs import owed_block
 from autopar.plan import StagePlan, TemplatePlan
 from autopar.runtime.gradients.buckets import BUCKETED
 from autopar.runtime.gradients.gather import GATHERED
@@ -113,7 +114,7 @@ class StageContext:
     ) -> tuple[RuntimeStep, ...] | None:
         """The cheapest conversion as the runtime's tables have it; None where it has no table form."""
         key = type_, before, after, joined, compression
-        return self._own.get(key, lambda: runtime_steps(path(self.pricer, *key)))
+        return self._own.get(key, lambda: table_steps(self.pricer, *key))
 
     def number(self, index: int) -> int:
         """Number of a call in the whole program."""
@@ -168,13 +169,16 @@ class StageContext:
         """places: (template, slot) of the calls that give the parameter a gradient."""
         specs = {self.templates[template].param_grads[slot] for template, slot in places}
         target = self.stage.parameters[name].optimizer
-        first = next(iter(specs))
+        first, type_ = next(iter(specs)), self.program.parameters[name].type
         if len(specs) == 1 and first is not None:
-            type_ = self.program.parameters[name].type
             steps = self.steps(type_, first, target, BUCKETED, self.compression)
             if steps is not None:
                 return GradientSteps(len(places), steps)
-        return GradientSteps(len(places), arrival=target)
+        arrival = target
+        if target.run:
+            owed = tuple(sorted({p for spec in specs if spec is not None for p in spec.partial}))
+            arrival = owed_block(Spec(target.dims, owed), target)
+        return GradientSteps(len(places), self.steps(type_, arrival, target, BUCKETED, self.compression) or (), arrival)
 
     def stored(self) -> dict[str, StoredParameter]:
         """How every parameter of the stage rests. Raises PlanError where no gather leads back to storage."""

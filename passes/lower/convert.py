@@ -10,6 +10,7 @@ from autopar.ir.steps import RuntimeStep, Step
 from autopar.ir.types import TensorType
 from autopar.passes.lower.names import Names
 from autopar.passes.price.pricer import Pricer
+from autopar.passes.rules.runs import gather_steps, owed_block, scatter_steps
 from autopar.runtime.comm.reshard import TABLE_STEPS
 
 
@@ -52,6 +53,21 @@ def path(
         return []
     ops = tuple(sorted({"sum", *(op for _, op in before.partial), *(op for _, op in after.partial)}))
     return pricer.lattice(type_, ops, joined, compression).path(before, after)
+
+
+def table_steps(
+    pricer: Pricer, type_: TensorType, before: Spec, after: Spec, joined: tuple[str, ...] = (), compression: str = ""
+) -> tuple[RuntimeStep, ...] | None:
+    """The cheapest conversion of a parameter or its gradient for the runtime's tables, from a run or to one too; None where it
+    has no table form. joined, compression: as of `Pricer.joined_s`."""
+    if before == after:
+        return ()
+    there = owed_block(before, after) if after.run else after
+    between = runtime_steps(path(pricer, type_, before.block, there, joined, compression))
+    if between is None:
+        return None
+    gathers = gather_steps(before, type_.shape, pricer.mesh)
+    return (*gathers, *between, *scatter_steps(there, after, type_.shape, pricer.mesh))
 
 
 def runtime_steps(steps: list[tuple[Step, Spec]]) -> tuple[RuntimeStep, ...] | None:

@@ -104,6 +104,9 @@ def _unreduced_shape(p: StoredParameter, mesh: Mesh) -> list[int]:
     shape = list(p.optimizer.local_shape(p.type.shape, mesh))
     for step in reversed(p.reduce):
         size = mesh.product(step.axes)
+        if step.facts.table.of_block:
+            shape = list(step.dims)
+            continue
         for dim, grows in zip(step.dims, step.facts.table.dims, strict=True):
             shape[dim] = shape[dim] // size if grows > 0 else shape[dim] * size
     return shape

@@ -28,6 +28,7 @@ from autopar.passes.price.op_seconds import OpSeconds
 from autopar.passes.rules.alphabet import Shards, shards
 from autopar.passes.rules.lattice import CollectiveCost, Lattice
 from autopar.passes.rules.memo import Memo
+from autopar.passes.rules.runs import gather_steps, owed_block, scatter_steps, steps_s
 from autopar.passes.rules.sends import sent_by
 
 PIECE = "piece"
@@ -123,12 +124,30 @@ class Pricer:
         """The specs that a tensor may have on the mesh."""
         return shards(self.mesh.axes, len(type_.shape))
 
-    def convert_s(self, type_: TensorType, before: Spec, after: Spec) -> float:
-        """Seconds to bring a value from one spec to another."""
+    def convert_s(
+        self, type_: TensorType, before: Spec, after: Spec, joined: tuple[str, ...] = (), compression: str = ""
+    ) -> float:
+        """Seconds to bring a value from one spec to another, or a parameter from its run or to it; joined, compression: as of
+        `joined_s`."""
         if before == after:
             return 0.0
+        if before.run or after.run:
+            return self._run_s(type_, before, after, joined, compression)
         ops = tuple(sorted({"sum", *(op for _, op in before.partial), *(op for _, op in after.partial)}))
-        return self.lattice(type_, ops).cost(before, after)
+        return self.lattice(type_, ops, joined, compression).cost(before, after)
+
+    def _run_s(self, type_: TensorType, before: Spec, after: Spec, joined: tuple[str, ...], compression: str) -> float:
+        """The same from one run to another block or run."""
+        compression = compression_of(type_, compression)
+        cost = self.joined_s(joined, compression, type_.dtype.itemsize) if joined else self.collective_s
+        middle = owed_block(before, after)
+        ways = (
+            (gather_steps(before, type_.shape, self.mesh), before),
+            (scatter_steps(middle, after, type_.shape, self.mesh), middle),
+        )
+        own_s = (steps_s(w, s.local_bytes(type_, self.mesh), self.mesh, cost, self.copy_s) for w, s in ways)
+        there = middle if after.run else after
+        return sum(own_s) + self.convert_s(type_, before.block, there, joined, compression)
 
     def cast_s(self, before: TensorType, after: TensorType, spec: Spec) -> float:
         """Seconds to cast a block from one dtype to another: it is read and written."""

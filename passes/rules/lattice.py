@@ -35,6 +35,8 @@ def neighbours(spec: Spec, axes: tuple[str, ...]) -> Iterable[tuple[Step, Spec]]
         rest = tuple(p for p in spec.partial if p[0] != axis)
         free = [i for i, s in enumerate(dims) if i != taken and not (s and order[s[-1]] > order[axis])]
         for kind, facts in STEP_KINDS.items():
+            if facts.table.of_block:
+                continue
             if (taken is not None) != (1 in facts.table.dims) or (owed is not None) != (facts.owes < 0):
                 continue
             partial_after = tuple(sorted((*rest, (axis, "sum")))) if facts.owes > 0 else rest

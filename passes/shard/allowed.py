@@ -62,10 +62,11 @@ def constraint_filter(program: Program, mesh: Mesh, constraints: Mapping[str, st
             if fnmatch.fnmatchcase(key[1] if key[0] == "param" else f"{key[1]}.{key[2]}", pattern)
         ]
         for key, shape in matched:
-            if len(shape) != len(spec.dims) or not spec.divides(shape, mesh):
+            if len(shape) != len(spec.dims) or not spec.divides(shape, mesh) or (spec.run and key[0] == "at"):
                 raise ConstraintError(
                     f"constraint {pattern!r}: {text} does not fit {key[-1]} of shape {shape} on mesh {mesh}: it needs one "
-                    "entry per dim, and every sharded dim must divide by its axes; shard another dim or take another mesh"
+                    "entry per dim, every sharded dim must divide by its axes, and parameters alone rest in runs; shard another "
+                    "dim or take another mesh"
                 )
             pins[key] = spec
         if not matched:

@@ -11,12 +11,14 @@ in Megatron-LM parameters rest over it as over the axes of the batch. One that i
 tokens and experts together (expert parallelism): rows travel along it, and experts rest in shards over it, with or without ZeRO.
 
 Without ZeRO a parameter and its optimizer state are whole over the axes that take the batch; ZeRO-1 shards the optimizer
-state over them, ZeRO-2 what rests of gradients between microbatches, ZeRO-3 the parameters as well, each as far as it divides.
+state over them, ZeRO-2 what rests of gradients between microbatches, ZeRO-3 the parameters as well, in runs of elements where
+no dim divides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from math import prod
 from typing import Any
 
 from autopar.errors import CoupledError, InfeasibleError
@@ -95,7 +97,7 @@ class Baseline:
         """Weights of products and look-ups rest in shards, what else has two dims whole; vectors (biases) follow their use."""
         assert self.tensor is not None
         axis, size = self.mesh.axes[-1]
-        held, shape = axis in storage.axes, self.program.parameters[name].type.shape
+        held, shape = any(axis in dim for dim in storage.dims), self.program.parameters[name].type.shape
         if name in self.tensor.sharded and any(n % size == 0 for n in shape):
             return held and _alike_along(axis, storage, optimizer)
         return _alike_along(axis, storage, optimizer) and (len(shape) == 1 or not held)
@@ -104,25 +106,29 @@ class Baseline:
         """Experts rest in shards over their axis, which for everything else is one of the batch."""
         if name not in self.experts.sharded:
             return True
-        return EXPERTS in storage.axes and _alike_along(EXPERTS, storage, optimizer)
+        return any(EXPERTS in dim for dim in storage.dims) and _alike_along(EXPERTS, storage, optimizer)
 
     def _data_axes_of(self, name: str) -> tuple[str, ...]:
         """The axes over which a parameter is whole, or sharded by ZeRO."""
         return tuple(a for a in self.data_axes if a != EXPERTS or name not in self.experts.sharded)
 
     def _is_spread(self, name: str, spec: Spec) -> bool:
-        """Whether every rank of the data axes has a shard of its own, where a dim of its own divides by so many."""
+        """Whether every rank of the data axes has a shard of its own: along a dim of its own, where one divides by so many, else
+        a run of the elements, where there are as many."""
         axes, shape = self._data_axes_of(name), self.program.parameters[name].type.shape
         ranks = self.mesh.product(axes)
         shards = [self.mesh.product(a for a in dim if a in axes) for dim in spec.dims]
         free = [n for n, dim in zip(shape, spec.dims, strict=True) if set(dim) <= set(axes)]
-        return max(shards, default=1) == ranks or not any(n % ranks == 0 and n >= ranks for n in free)
+        if any(n % ranks == 0 and n >= ranks for n in free):
+            return max(shards) == ranks
+        own = self.mesh.product(axis for dim in spec.dims for axis in dim if axis not in axes)
+        return spec.axes.issuperset(a for a in axes if self.mesh.sizes[a] > 1) or prod(shape) // own < ranks
 
 
 def _alike_along(axis: str, storage: Spec, optimizer: Spec) -> bool:
-    """Whether a parameter and its optimizer state are cut alike by an axis."""
+    """Whether dims of a parameter and its optimizer state are cut alike by an axis, and no runs."""
     held, updated = ([axis in dim for dim in spec.dims] for spec in (storage, optimizer))
-    return held == updated
+    return held == updated and axis not in optimizer.run
 
 
 def _data_choices(rule: Rule, batch: Collection[str], ranks: int) -> frozenset[str]:

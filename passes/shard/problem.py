@@ -12,13 +12,14 @@ keep, count too, and the rest of a storage of which a kept value shows a part do
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.program import Program, Template
-from autopar.ir.resting import ParameterOnRank, is_copy
+from autopar.ir.resting import ParameterOnRank, is_apart, is_copy
 from autopar.ir.rule import Strategy
 from autopar.ir.setting import Setting
 from autopar.ir.spec import REDUCTIONS, Spec
@@ -28,11 +29,13 @@ from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.alphabet import BIT, distinct, refinements
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.recomputation import Recomputation, held_values, recomputation
+from autopar.passes.rules.runs import run_states
 from autopar.passes.rules.structure import Group, call_edges, parameter_groups
 from autopar.passes.shard.allowed import Allowed
 from autopar.passes.shard.graph import FactorGraph, Key
 from autopar.passes.shard.launching import host_is_slower, launched_s
 from autopar.passes.shard.overlap import overlap_shares
+from autopar.passes.shard.stored import Stored
 from autopar.passes.shard.template_facts import Operation, Place, TemplateFacts, template_facts
 from autopar.runtime.gradients.buckets import BUCKETED
 from autopar.runtime.gradients.gather import GATHERED
@@ -267,14 +270,17 @@ class Problem:
 
     def _add_parameter(
         self, name: str, type_: TensorType, group: Group, updated: tuple[str, ...]
-    ) -> tuple[int, np.ndarray, np.ndarray]:
-        """The variable of a group of parameters, with the specs that its states store it and update it in."""
-        shards = self.pricer.shards(type_)
+    ) -> tuple[int, Stored, Stored]:
+        """The variable of a group of parameters, with how its states store it and update it."""
         states = self._stored(name, type_, group, bool(updated))
-        stored, optimizer = (self._numbers(type_, [state[i] for state in states]) for i in (0, 1))
-        shard = shards.of_bytes(type_.nbytes, optimizer)
-        copied = is_copy(*(np.array(type_.shape, int) // shards.per_dim[n] for n in (stored, optimizer))) * shard
-        held = ParameterOnRank(type_, shards.of_bytes(type_.nbytes, stored), shard, bool(updated), updated, copied)
+        stored, optimizer = (self._rests(type_, [state[i] for state in states]) for i in (0, 1))
+        shard, per_dim = optimizer.local_bytes(type_, self.pricer), self.pricer.shards(type_).per_dim
+        copied = is_copy(*(np.array(type_.shape, int) // per_dim[rests.numbers] for rests in (stored, optimizer)))
+        for i in optimizer.runs:
+            copied[i] = is_apart(type_, *states[i], self.mesh)
+        held = ParameterOnRank(
+            type_, stored.local_bytes(type_, self.pricer), shard, bool(updated), updated, copied * shard
+        )
         count = len(group.names)
         seconds = np.zeros(len(states))
         if self._move_s:
@@ -312,7 +318,9 @@ class Problem:
                     "an elementwise optimizer"
                 )
         pairs = zip(coarse[possible].tolist(), fine[possible].tolist(), strict=True)
-        kept = self._kept(key, ((specs[a], specs[b]) for a, b in pairs))
+        runs = self.pricer.memo[run_states](self.mesh.axes, type_.shape) if whole is None else ()
+        in_runs = (pair for pair in runs if updated or pair[0] == pair[1])
+        kept = self._kept(key, chain(((specs[a], specs[b]) for a, b in pairs), in_runs))
         if whole is not None and not kept:
             raise InfeasibleError(
                 f"its optimizer updates {whole} as a whole tensor, which the strategy or the constraints forbid; leave it whole "
@@ -320,15 +328,20 @@ class Problem:
             )
         return kept
 
-    def _gather_s(self, type_: TensorType, before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    def _rests(self, type_: TensorType, specs: list[Spec]) -> Stored:
+        return Stored.of(self._numbers(type_, [spec.block for spec in specs]), specs)
+
+    def _gather_s(self, type_: TensorType, before: Stored, after: Stored) -> np.ndarray:
         """Seconds of the gather after a step, from the spec of each state's shards to that of its storage."""
         try:
-            return self.pricer.lattice(type_, joined=GATHERED).between(before, after)
+            seconds = self.pricer.lattice(type_, joined=GATHERED).between(before.numbers, after.numbers)
         except KeyError as error:
             raise self._misfit(type_, error.args[0]) from None
+        between = Stored(before.numbers, {i: run for i, run in before.runs.items() if i not in after.runs})
+        return between.gathered_s(seconds, self.pricer, type_, GATHERED)
 
     def _connect_parameter(
-        self, v: int, type_: TensorType, group: Group, stored: np.ndarray, optimizer: np.ndarray | None
+        self, v: int, type_: TensorType, group: Group, stored: Stored, optimizer: Stored | None
     ) -> None:
         """Edges from how a group's parameters are stored to their uses, and from their gradients to the optimizer's shards
         (None: there are none)."""
@@ -344,17 +357,19 @@ class Problem:
             grad = template.param_grads[slot]
             if grad is not None and optimizer is not None:
                 u, before = self._at[name, grad]
-                pair = self._conversion(type_, before, optimizer, BUCKETED, self.setting.compression)
+                joined = BUCKETED, self.setting.compression
+                pair = self._conversion(type_, before, optimizer.numbers, *joined)
+                pair = optimizer.reduced_s(pair, self.pricer, type_, before, *joined)
                 times = self.setting.microbatches if self.setting.by_microbatch else 1
                 self.graph.connect(u, v, calls * times * self.shares.reduce * pair)
 
-    def _use_s(self, stored: TensorType, used: TensorType, before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    def _use_s(self, stored: TensorType, used: TensorType, before: Stored, after: np.ndarray) -> np.ndarray:
         """Seconds from storage to use, per pair of specs: shards are cast, then gathered as they are used."""
-        seconds = self.shares.each * self._conversion(used, before, after)
+        pair = self._conversion(used, before.numbers, after)
+        seconds = self.shares.each * before.gathered_s(pair, self.pricer, used)
         if used == stored:
             return seconds
-        shards = self.pricer.shards(stored)
-        both = shards.of_bytes(stored.nbytes, before) + shards.of_bytes(used.nbytes, before)
+        both = before.local_bytes(stored, self.pricer) + before.local_bytes(used, self.pricer)
         return np.asarray(seconds + (self.pricer.copy_s * both)[:, None])
 
     def _gathered_again(self, template: Template, slot: int) -> bool:

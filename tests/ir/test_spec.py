@@ -127,3 +127,27 @@ def test_the_last_axis_lies_on_neighbours() -> None:
     assert str(mesh) == "dp=2×tp=4"
     assert str(Mesh(())) == "one rank"
     assert Mesh.from_dict({"dp": 2, "tp": 4}) == mesh
+
+
+@given(st.data())
+def test_runs_of_a_block_are_equal_and_hold_it_once(data: st.DataObject) -> None:
+    """Less than an element a rank is made up, and what is printed reads back."""
+    mesh = data.draw(meshes())
+    block = data.draw(specs(mesh)).without_partial()
+    free = [axis for axis in mesh.names if axis not in block.axes]
+    if not block.dims or not free:
+        return
+    run = tuple(data.draw(st.lists(st.sampled_from(free), min_size=1, unique=True)))
+    spec = Spec(block.dims, (), run)
+    assert parse_spec(str(spec)) == spec
+    assert spec.block == block
+    assert spec.refines(spec)
+    assert spec.refines(block)
+    assert not block.refines(spec)
+    assert spec.axes == block.axes | set(run)
+    shape = tuple(mesh.product(axes) * data.draw(st.integers(1, 5)) for axes in spec.dims)
+    local, whole = spec.local_shape(shape, mesh), math.prod(block.local_shape(shape, mesh))
+    assert len(local) == len(shape)
+    assert set(local[1:]) <= {1}
+    assert whole <= local[0] * mesh.product(run) < whole + mesh.product(run)
+    assert spec.local_bytes(TensorType(shape, torch.float32), mesh) == 4 * local[0]

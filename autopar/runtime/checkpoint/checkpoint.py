@@ -31,6 +31,7 @@ from ..errors import CheckpointError
 from ..memory.host_copy import HostCopy
 from ..program.layout import StateEntry
 from ..step.dtensors import described, in_place, unpack
+from ..step.run_tensor import RunTensor
 from ..step.session import Session
 from .checkpoint_files import Files, RecordedWriter, plan_files
 from .checkpoint_reader import METADATA, DataPlanner, DataReader, named, verified
@@ -164,7 +165,9 @@ def load(directory: str | Path, session: Session, *, checked: bool = False) -> N
         problem = next(filter(None, (problem, *session.comm.share(one_line(problem), paragraph()))), "")
         if problem:
             raise CheckpointError(problem)
-        values |= {name: one.to_local() if isinstance(one, DTensor) else one for name, one in target.items()}
+        values |= {
+            name: one.to_local() if isinstance(one, (DTensor, RunTensor)) else one for name, one in target.items()
+        }
     else:
         for name, entry in wanted.items():
             with named(directory):

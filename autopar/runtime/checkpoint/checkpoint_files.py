@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ..data.whole_files import COMPLETE
 from ..errors import CheckpointError
+from ..step.run_tensor import RunTensor
 from .save_plans import places_rows, plan_text, read_places, read_plan
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
@@ -42,12 +43,14 @@ _LOCAL_HEADER = struct.Struct("<26xHH")
 
 @dataclass(frozen=True)
 class Block:
-    """A tensor in a file: what torch.save writes before and after its `nbytes` of numbers."""
+    """A tensor in a file: what torch.save writes before and after its `nbytes` of numbers. start: where these begin among the
+    rank's, which has several boxes of a run."""
 
     index: MetadataIndex
     before: bytes
     nbytes: int
     after: bytes
+    start: int | None = None
 
     @property
     def length(self) -> int:
@@ -78,6 +81,8 @@ class RankFile:
         pieces: list[bytes | memoryview] = []
         for block in self.blocks:
             own = numbers[block.index.fqn]
+            if block.start is not None:
+                own = own[block.start : block.start + block.nbytes]
             if own.nbytes != block.nbytes:
                 raise CheckpointError(
                     f"{block.index.fqn}: {own.nbytes} bytes on this rank, {block.nbytes} were planned"
@@ -118,7 +123,7 @@ def plan_files(state: Mapping[str, Any], rank: int, tell: Callable[[str], list[s
     everyone, metadata = planner.create_global_plan(plans)  # the same on every rank
     items = everyone[rank].items
     blocks = tuple(
-        _block(item.index, item.tensor_data.chunk.sizes, item.tensor_data.properties.dtype)
+        _block(item.index, item.tensor_data.chunk.sizes, item.tensor_data.properties.dtype, state[item.index.fqn])
         for item in items
         if item.tensor_data is not None
     )
@@ -145,8 +150,9 @@ def _places(file: str, start: int, lengths: Iterable[tuple[MetadataIndex, int]])
     return places
 
 
-def _block(index: MetadataIndex, sizes: torch.Size, dtype: torch.dtype) -> Block:
-    """torch.save's bytes around the numbers of a contiguous tensor. Raises CheckpointError where they are not as known."""
+def _block(index: MetadataIndex, sizes: torch.Size, dtype: torch.dtype, value: Any) -> Block:
+    """torch.save's bytes around the numbers of a contiguous tensor, or of a part of `value`. Raises CheckpointError where they
+    are not as known."""
     tensor, buffer = torch.empty(sizes, dtype=dtype), io.BytesIO()
     with warnings.catch_warnings(), torch.serialization.skip_data():
         warnings.simplefilter("ignore")
@@ -158,7 +164,8 @@ def _block(index: MetadataIndex, sizes: torch.Size, dtype: torch.dtype) -> Block
         raise CheckpointError(f"{index.fqn}: torch {torch.__version__} does not write tensors as versions before it do")
     header = entry.header_offset
     start = header + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack_from(data, header))
-    return Block(index, bytes(data[:start]), tensor.nbytes, bytes(data[start + tensor.nbytes :]))
+    first = value.starts[tuple(index.offset or ())] * dtype.itemsize if isinstance(value, RunTensor) else None
+    return Block(index, bytes(data[:start]), tensor.nbytes, bytes(data[start + tensor.nbytes :]), first)
 
 
 def _saved(value: Any) -> bytes:

@@ -6,7 +6,9 @@ mesh dp=2, tp=2 from rank 4 on:
     rank 6 = (dp=1, tp=0)   group of "tp": ranks 6, 7    group of "dp": ranks 4, 6    group of ("tp", "dp"): 4, 6, 5, 7
 
 A spec says per tensor dim which axes shard it, major first: (("dp", "tp"), ()) of an (8, 6) tensor gives rank 6 rows
-4 and 5. A rank's part is always a box, an interval per dim.
+4 and 5. A rank's part is a box, an interval per dim. A spec with one entry more than there are dims names there the axes
+over which the elements of the box are cut in *runs*: equal parts of the elements one after another, the last filled up with
+zeros. (("tp",), (), ("dp",)) of an (8, 6) tensor gives rank 6 elements 12 to 24 of rows 0 to 3.
 """
 
 from __future__ import annotations
@@ -67,11 +69,11 @@ def group_ranks(mesh: Mapping[str, int], rank: int, axes: tuple[str, ...], first
 def box_of(
     shape: Sequence[int], spec: SpecDims, mesh: Mapping[str, int], position: Mapping[str, int], what: str = "tensor"
 ) -> Box:
-    """The (start, stop) per dim of the part that the rank at a position of the mesh holds."""
-    if len(spec) != len(shape):
+    """The (start, stop) per dim of the part that the rank at a position of the mesh holds, or of that whose run it holds."""
+    if len(spec) - len(shape) not in (0, 1):
         raise RuntimeProgramError(f"{what}: spec {spec} has {len(spec)} dims, the shape {tuple(shape)} {len(shape)}")
     box = []
-    for dim, (size, axes) in enumerate(zip(shape, spec, strict=True)):
+    for dim, (size, axes) in enumerate(zip(shape, spec, strict=False)):
         parts, index = 1, 0
         for axis in axes:
             if axis not in mesh:
@@ -84,6 +86,56 @@ def box_of(
         length = size // parts
         box.append((index * length, (index + 1) * length))
     return tuple(box)
+
+
+def slices_of(box: Box) -> tuple[slice, ...]:
+    """A box as an index."""
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def run_axes(shape: Sequence[int], spec: SpecDims) -> tuple[str, ...]:
+    """The axes over which the elements of blocks are cut."""
+    return spec[len(shape)] if len(spec) > len(shape) else ()
+
+
+def run_shape(block: Sequence[int], parts: int) -> tuple[int, ...]:
+    """The shape of each of so many runs of a block: as many dims, of which the first has its elements."""
+    return (-(-math.prod(block) // parts), *(1 for _ in block[1:]))
+
+
+def run_boxes(block: Sequence[int], start: int, stop: int) -> list[Box]:
+    """The elements of a block from one to another, one after another: as boxes, of which there are at most 2 · dims - 1.
+
+    Of a (3, 4) block elements 2 to 11 are columns 2 and 3 of row 0, row 1, and columns 0 to 2 of row 2.
+    """
+    if start >= stop:
+        return []
+    if len(block) == 1:
+        return [((start, stop),)]
+    row = math.prod(block[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # within one row
+        return [((last, last + 1), *box) for box in run_boxes(block[1:], start - last * row, stop - last * row)]
+    boxes = [((first - 1, first), *box) for box in run_boxes(block[1:], start - (first - 1) * row, row)]
+    if first < last:
+        boxes.append(((first, last), *((0, n) for n in block[1:])))
+    return [*boxes, *(((last, last + 1), *box) for box in run_boxes(block[1:], 0, stop - last * row))]
+
+
+def boxes_of(
+    shape: Sequence[int], spec: SpecDims, mesh: Mapping[str, int], position: Mapping[str, int], what: str = "tensor"
+) -> list[Box]:
+    """The parts that the rank at a position of the mesh holds: its elements are theirs, one after another, and zeros after them
+    in a run that is filled up."""
+    box, axes = box_of(shape, spec, mesh, position, what), run_axes(shape, spec)
+    if not axes:
+        return [box]
+    block, index = [stop - start for start, stop in box], 0
+    for axis in axes:
+        index = index * mesh[axis] + position[axis]
+    length, elements = run_shape(block, math.prod(mesh[axis] for axis in axes))[0], math.prod(block)
+    within = run_boxes(block, min(index * length, elements), min((index + 1) * length, elements))
+    return [tuple((low + a, low + b) for (low, _), (a, b) in zip(box, part, strict=True)) for part in within]
 
 
 def show_mesh(mesh: Mapping[str, int]) -> str:

@@ -3,11 +3,17 @@
     ("all_gather", ("dp",), 0)        [8@dp] -> [8]
     ("reduce_scatter", ("dp",), 0)    ~sum(dp) [8] -> [8@dp]
 
+A run of elements (`mesh.py`) is gathered and scattered along dim 0, and is a block before or after:
+
+    ("all_gather", ("dp",), 0), ("unflatten", ("dp",), 3, 3)        [5, 1] of either rank -> [10, 1] -> [3, 3]
+    ("flatten", ("dp",), 3, 3), ("reduce_scatter", ("dp",), 0)      ~sum(dp) [3, 3] -> [10, 1] -> [5, 1]
+
 What the compiler knows of a kind beside this is its row of `autopar/ir/steps.py`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +22,7 @@ from torch import Tensor
 
 from ..errors import RuntimeProgramError
 from .comm import Axes, Comm
+from .mesh import run_shape
 
 TableStep = tuple[Any, ...]
 
@@ -24,11 +31,13 @@ TableStep = tuple[Any, ...]
 class TableStepKind:
     """run: the step of a value over axes, with the dims of the table's row and the site. dims: per dim of the row 1 where, over n
     ranks, it is n times as long on a rank after the step, -1 where it is 1/n as long. view: whether the result may lie in the
-    memory of the value."""
+    memory of the value. of_block: the dims of the row are instead the sizes of the block that becomes its runs, one after
+    another, or that they become."""
 
     run: Callable[[Comm, Tensor, Axes, tuple[int, ...], str], Tensor]
     dims: tuple[int, ...] = ()
     view: bool = False
+    of_block: bool = False
 
     @property
     def grows(self) -> int:
@@ -56,6 +65,27 @@ TABLE_STEPS: dict[str, TableStepKind] = {
         lambda comm, x, axes, dims, site: comm.all_to_all(x, dims[0], dims[1], axes, site=site), dims=(-1, 1)
     ),
     "shard": TableStepKind(lambda comm, x, axes, dims, site: comm.shard(x, dims[0], axes), dims=(-1,), view=True),
+}
+
+
+def _flat(x: Tensor, parts: int) -> Tensor:
+    """The runs of a block, one after another: its elements, and zeros up to a multiple of the parts."""
+    length, *ones = run_shape(x.shape, parts)
+    if length * parts == x.numel():
+        return x.reshape(length * parts, *ones)
+    flat = x.new_empty(length * parts)
+    flat[: x.numel()].view(x.shape).copy_(x)
+    flat[x.numel() :].zero_()
+    return flat.view(length * parts, *ones)
+
+
+TABLE_STEPS |= {
+    "flatten": TableStepKind(
+        lambda comm, x, axes, dims, site: _flat(x, comm.axis_size(axes)), view=True, of_block=True
+    ),
+    "unflatten": TableStepKind(
+        lambda comm, x, axes, dims, site: x.view(-1)[: math.prod(dims)].view(dims), view=True, of_block=True
+    ),
 }
 
 

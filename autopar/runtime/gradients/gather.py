@@ -108,7 +108,8 @@ def _direct(
     _, axes, dim = steps[0]
     shard, n, dim = shard.contiguous(), comm.axis_size(axes), dim % shard.dim()
     full_shape = (*shard.shape[:dim], n * shard.shape[dim], *shard.shape[dim + 1 :])
-    if dim == 0 and len(steps) == 1:
+    fits = out is not None and out.numel() == n * shard.numel() and [step[0] for step in steps[1:]] == ["unflatten"]
+    if dim == 0 and (len(steps) == 1 or fits):
         full = out if out is not None else shard.new_empty(full_shape)
         handle = comm.start_all_gather_into(full.view(n, *shard.shape), shard, axes, site=site)
         return handle.then(lambda _: full).wait

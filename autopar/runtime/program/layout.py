@@ -1,5 +1,7 @@
 """A spec as the runtime sees it: per tensor dim the tuple of mesh axes that shard it, major first. () is replicated.
 
+A spec with one entry more is a run of elements (`autopar/runtime/comm/mesh.py`).
+
 With mesh dp=2, tp=2 a (8, 6) parameter under (("dp", "tp"), ()) is stored as (2, 6) shards; rank (dp=1, tp=0) holds
 rows 4 and 5.
 """
@@ -13,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..comm.comm import Comm
-from ..comm.mesh import SpecDims, box_of
+from ..comm.mesh import SpecDims, box_of, run_axes, run_shape, slices_of
+from ..comm.reshard import TableStep, run_step
 from ..errors import RuntimeProgramError
 
 
@@ -23,25 +26,61 @@ def spec_dims(spec: Sequence[Sequence[str] | str]) -> SpecDims:
 
 
 def local_slices(shape: Sequence[int], spec: SpecDims, comm: Comm, what: str = "tensor") -> tuple[slice, ...]:
-    """Where the calling rank's shard lies in the full tensor."""
-    return tuple(slice(start, stop) for start, stop in box_of(shape, spec, comm.mesh, comm.position, what))
+    """Where the calling rank's shard lies in the full tensor, or the block whose run it is."""
+    return slices_of(box_of(shape, spec, comm.mesh, comm.position, what))
 
 
 def local_shape(shape: Sequence[int], spec: SpecDims, comm: Comm, what: str = "tensor") -> tuple[int, ...]:
-    return tuple(part.stop - part.start for part in local_slices(shape, spec, comm, what))
+    block = tuple(part.stop - part.start for part in local_slices(shape, spec, comm, what))
+    axes = run_axes(shape, spec)
+    return run_shape(block, comm.axis_size(axes)) if axes else block
 
 
 def local_view(full: Tensor, spec: SpecDims, comm: Comm, what: str = "tensor") -> Tensor:
-    """The calling rank's shard, a view of the full tensor."""
-    return full[local_slices(full.shape, spec, comm, what)] if full.dim() else full
+    """The calling rank's shard, a view of the full tensor where it is no run that is filled up."""
+    block = full[local_slices(full.shape, spec, comm, what)] if full.dim() else full
+    axes = run_axes(full.shape, spec)
+    return run_view(block, comm, axes) if axes else block
 
 
-def gather_full(x: Tensor, spec: SpecDims, comm: Comm, site: str = "") -> Tensor:
-    """The full tensor on every rank's device. x: this rank's part, which may lie on the host."""
+def run_view(block: Tensor, comm: Comm, axes: tuple[str, ...]) -> Tensor:
+    """The calling rank's run of a block, a view of it where the block is contiguous and its elements divide, else a copy."""
+    parts, index = comm.axis_size(axes), comm.axis_index(axes)
+    length, *ones = run_shape(block.shape, parts)
+    own = block.reshape(-1)[index * length : (index + 1) * length]
+    if block.numel() == length * parts and block.is_contiguous():
+        return own.view(length, *ones)
+    run = block.new_zeros(length, *ones)
+    run.view(-1)[: len(own)].copy_(own)
+    return run
+
+
+def fill(local: Tensor, parts: Sequence[Tensor]) -> None:
+    """Put the parts that a rank holds of a tensor (`boxes_of`) into its shard."""
+    if len(parts) == 1 and parts[0].shape == local.shape:
+        local.copy_(parts[0])
+        return
+    flat, start = local.view(-1), 0
+    for part in parts:
+        flat[start : start + part.numel()].copy_(part.reshape(-1))
+        start += part.numel()
+    flat[start:].zero_()
+
+
+def gather_full(x: Tensor, spec: SpecDims, comm: Comm, site: str = "", shape: Sequence[int] = ()) -> Tensor:
+    """The full tensor on every rank's device. x: this rank's part, which may lie on the host; shape: of the full tensor, where x
+    may be a run."""
     x = x.to(comm.device)
-    for dim, axes in enumerate(spec):
+    if len(spec) > x.dim():
+        x = run_step(comm, comm.all_gather(x, 0, spec[-1], site=site), _unflatten(shape, spec, comm))
+    for dim, axes in enumerate(spec[: x.dim()]):
         x = comm.all_gather(x, dim, axes, site=site)
     return x
+
+
+def _unflatten(shape: Sequence[int], spec: SpecDims, comm: Comm) -> TableStep:
+    """The step from all runs of a block to the block."""
+    return ("unflatten", spec[-1], *local_shape(shape, spec[:-1], comm))
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -54,7 +93,7 @@ def dtype_of(name: str) -> torch.dtype:
 def refinement(spec: SpecDims, finer: SpecDims, what: str) -> Mapping[int, tuple[str, ...]]:
     """dim -> the axes that `finer` appends to `spec`. Raises when it is no refinement."""
     added = {}
-    for dim, (axes, more) in enumerate(zip(spec, finer, strict=True)):
+    for dim, (axes, more) in enumerate(zip(spec, finer, strict=False)):
         if more[: len(axes)] != axes:
             raise RuntimeProgramError(f"{what}: optimizer spec {finer} does not refine the storage spec {spec}")
         if len(more) > len(axes):

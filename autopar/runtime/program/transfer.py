@@ -7,15 +7,20 @@ same box, a target that is one of them keeps what it has, and the others are spr
 
     0 -> 2: rows 0-3, columns 0-2      0 -> 3: rows 0-3, columns 3-5      1 -> 2, 1 -> 3: rows 4-7 likewise
 
-A box meets a box in one block at most, so there is at most one message per pair of ranks.
+A box meets a box in one block at most, so there is at most one message per pair of ranks, but where a rank holds a run of
+elements, which is several boxes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-from ..comm.mesh import Box, SpecDims, box_of, mesh_index, mesh_size
+from torch import Tensor
+
+from ..comm.mesh import Box, SpecDims, box_of, boxes_of, mesh_index, mesh_size, run_axes, run_shape, slices_of
 
 
 @dataclass(frozen=True)
@@ -26,13 +31,46 @@ class Placed:
     first_rank: int
     spec: SpecDims
 
-    def boxes(self, shape: Sequence[int], what: str) -> dict[Box, list[int]]:
-        """Every box that is held, and its ranks_by_box."""
-        ranks_by_box: dict[Box, list[int]] = {}
-        for number in range(mesh_size(self.mesh)):
-            box = box_of(shape, self.spec, self.mesh, mesh_index(self.mesh, number), what)
-            ranks_by_box.setdefault(box, []).append(self.first_rank + number)
-        return ranks_by_box
+    def held(self, shape: Sequence[int], rank: int, what: str) -> dict[Box, int | None]:
+        """The boxes that a rank holds, none where it is not on the mesh: those of a run with the place of their first element in
+        it, others with None."""
+        if not 0 <= rank - self.first_rank < mesh_size(self.mesh):
+            return {}
+        boxes = boxes_of(shape, self.spec, self.mesh, mesh_index(self.mesh, rank - self.first_rank), what)
+        if not run_axes(shape, self.spec):
+            return dict.fromkeys(boxes)
+        return dict(zip(boxes, accumulate((math.prod(_sizes(box)) for box in boxes), initial=0), strict=False))
+
+    def boxes(self, shape: Sequence[int], what: str) -> dict[Box, tuple[int | None, list[int]]]:
+        """Every box that is held, as of `held`, and its ranks."""
+        found: dict[Box, tuple[int | None, list[int]]] = {}
+        for rank in range(self.first_rank, self.first_rank + mesh_size(self.mesh)):
+            for box, start in self.held(shape, rank, what).items():
+                found.setdefault(box, (start, []))[1].append(rank)
+        return found
+
+    def local_shape(self, shape: Sequence[int], rank: int, what: str) -> tuple[int, ...] | None:
+        """The shape that a rank of the mesh holds; None of another."""
+        number, axes = rank - self.first_rank, run_axes(shape, self.spec)
+        if not 0 <= number < mesh_size(self.mesh):
+            return None
+        block = _sizes(box_of(shape, self.spec, self.mesh, mesh_index(self.mesh, number), what))
+        return run_shape(block, math.prod(self.mesh[axis] for axis in axes)) if axes else block
+
+
+@dataclass(frozen=True)
+class Within:
+    """A block of a rank's local tensor: of the tensor itself, or of a box of a run, which begins at an element of it."""
+
+    slices: tuple[slice, ...]
+    start: int | None = None
+    sizes: tuple[int, ...] = ()
+
+    def of(self, local: Tensor) -> Tensor:
+        """A view of the local tensor."""
+        if self.start is None:
+            return local[self.slices]
+        return local.view(-1)[self.start : self.start + math.prod(self.sizes)].view(self.sizes)[self.slices]
 
 
 @dataclass(frozen=True)
@@ -41,17 +79,17 @@ class Piece:
 
     source: int
     target: int
-    source_slices: tuple[slice, ...]
-    target_slices: tuple[slice, ...]
+    sent: Within
+    arrives: Within
 
 
 def pieces(shape: Sequence[int], source: Placed, target: Placed, what: str = "tensor") -> tuple[Piece, ...]:
     """All blocks of a transfer, by source and target rank."""
     moved = []
     wanted = target.boxes(shape, what)
-    for held, holders in source.boxes(shape, what).items():
+    for held, (at, holders) in source.boxes(shape, what).items():
         turn = 0
-        for box, targets in sorted(wanted.items(), key=lambda item: item[1]):
+        for box, (start, targets) in sorted(wanted.items(), key=lambda item: item[1][1]):
             block = _meet(held, box)
             if block is None:
                 continue
@@ -61,7 +99,7 @@ def pieces(shape: Sequence[int], source: Placed, target: Placed, what: str = "te
                 else:
                     sender = holders[turn % len(holders)]
                     turn += 1
-                moved.append(Piece(sender, rank, _within(block, held), _within(block, box)))
+                moved.append(Piece(sender, rank, _within(block, held, at), _within(block, box, start)))
     return tuple(sorted(moved, key=lambda piece: (piece.source, piece.target)))
 
 
@@ -70,5 +108,10 @@ def _meet(a: Box, b: Box) -> Box | None:
     return block if all(start < stop for start, stop in block) else None
 
 
-def _within(block: Box, box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(block, box, strict=True))
+def _within(block: Box, box: Box, start: int | None) -> Within:
+    slices = slices_of(tuple((a - low, b - low) for (a, b), (low, _) in zip(block, box, strict=True)))
+    return Within(slices) if start is None else Within(slices, start, _sizes(box))
+
+
+def _sizes(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from ..comm.calls import Message, Posted
 from ..comm.comm import Comm
+from ..comm.mesh import run_axes
 from ..errors import RuntimeProgramError
-from ..program.transfer import Piece, Placed, pieces
-
-Slices = tuple[slice, ...]
+from ..program.transfer import Placed, Within, pieces
 
 
 @dataclass(slots=True)
@@ -27,18 +26,19 @@ class Arrival:
 
     tensor: Tensor
     posted: list[Posted]
-    blocks: list[tuple[Slices, Tensor]]
+    blocks: list[tuple[Within, Tensor]]
 
     def wait(self) -> Tensor:
         for posted in self.posted:
             posted.wait()
-        for slices, block in self.blocks:
-            self.tensor[slices].copy_(block)
+        for place, block in self.blocks:
+            place.of(self.tensor).copy_(block)
         return self.tensor
 
 
 class Channel:
-    """A tensor that goes from one stage to another, seen from one rank. tag: that of microbatch 0."""
+    """A tensor that goes from one stage to another, seen from one rank. tag: that of microbatch 0. stays: whether what this rank
+    sends is exactly what it receives."""
 
     def __init__(
         self, what: str, shape: Sequence[int], dtype: torch.dtype, source: Placed, target: Placed, tag: int, comm: Comm
@@ -48,27 +48,18 @@ class Channel:
         self.dtype = dtype
         self.device = comm.device
         self.tag = tag
-        self._source_shape = _local(shape, source, rank, what)
-        self._target_shape = _local(shape, target, rank, what)
-        self._out = [
-            (p.target, _part(p.source_slices, self._source_shape)) for p in every if p.source == rank != p.target
-        ]
-        self._in = [
-            (p.source, p.target_slices, _rows(p.target_slices, self._target_shape))
-            for p in every
-            if p.target == rank != p.source
-        ]
-        self._kept: Piece | None = next((p for p in every if p.source == rank == p.target), None)
+        self._source_shape = source.local_shape(shape, rank, what)
+        self._target_shape = target.local_shape(shape, rank, what)
+        self._out = [p for p in every if p.source == rank != p.target]
+        self._in = [p for p in every if p.target == rank != p.source]
+        self._kept = [p for p in every if p.source == rank == p.target]
+        self._filled_up = bool(run_axes(shape, target.spec))
+        self.stays = bool(self._kept) and source.held(shape, rank, what) == target.held(shape, rank, what)
 
     @property
     def keeps(self) -> bool:
         """Whether a part of what this rank sends is for itself."""
-        return self._kept is not None
-
-    @property
-    def stays(self) -> bool:
-        """Whether what this rank sends is exactly what it receives."""
-        return self._kept is not None and not self._in and self._source_shape == self._target_shape
+        return bool(self._kept)
 
     def outgoing(self, value: Tensor, microbatch: int = 0) -> list[Message]:
         """The messages that take a value to the other ranks."""
@@ -78,28 +69,29 @@ class Channel:
                 f"{value.dtype}{list(value.shape)}"
             )
         messages = []
-        for peer, slices in self._out:
-            block = value if slices is None else value[slices]
-            messages.append(Message("send", block.contiguous(), peer, self.tag + microbatch, self._site(microbatch)))
+        for piece in self._out:
+            block = piece.sent.of(value).contiguous()
+            messages.append(Message("send", block, piece.target, self.tag + microbatch, self._site(microbatch)))
         return messages
 
     def incoming(self, microbatch: int = 0) -> tuple[Arrival, list[Message]]:
         """A tensor to receive, and the messages that fill it (to be started by the caller)."""
         assert self._target_shape is not None
-        tensor = torch.empty(self._target_shape, dtype=self.dtype, device=self.device)
+        make = torch.zeros if self._filled_up else torch.empty
+        tensor = make(self._target_shape, dtype=self.dtype, device=self.device)
         messages, blocks = [], []
-        for peer, slices, in_place in self._in:
-            block = tensor[slices] if slices else tensor
-            if not in_place:
+        for piece in self._in:
+            block = piece.arrives.of(tensor)
+            if not block.is_contiguous():
                 block = torch.empty_like(block, memory_format=torch.contiguous_format)
-                blocks.append((slices, block))
-            messages.append(Message("recv", block, peer, self.tag + microbatch, self._site(microbatch)))
+                blocks.append((piece.arrives, block))
+            messages.append(Message("recv", block, piece.source, self.tag + microbatch, self._site(microbatch)))
         return Arrival(tensor, [], blocks), messages
 
     def keep(self, value: Tensor, tensor: Tensor) -> None:
         """Copy what this rank has itself of a value into the received tensor."""
-        assert self._kept is not None
-        tensor[self._kept.target_slices].copy_(value[self._kept.source_slices])
+        for piece in self._kept:
+            piece.arrives.of(tensor).copy_(piece.sent.of(value))
 
     def _site(self, microbatch: int) -> str:
         return f"{self.what}, microbatch {microbatch}"
@@ -130,24 +122,3 @@ def exchange(comm: Comm, routes: Sequence[tuple[Channel, Tensor | None, bool]]) 
     for one in posted[:sends]:
         one.wait()
     return received
-
-
-def _local(shape: Sequence[int], placed: Placed, rank: int, what: str) -> tuple[int, ...] | None:
-    for box, holders in placed.boxes(shape, what).items():
-        if rank in holders:
-            return tuple(stop - start for start, stop in box)
-    return None
-
-
-def _part(slices: Slices, shape: tuple[int, ...] | None) -> Slices | None:
-    """None for all of a tensor."""
-    assert shape is not None
-    return None if all(s.stop - s.start == n for s, n in zip(slices, shape, strict=True)) else slices
-
-
-def _rows(slices: Slices, shape: tuple[int, ...] | None) -> bool:
-    """Whether a block of a contiguous tensor is contiguous: whole behind its first dim that is more than one long."""
-    assert shape is not None
-    sizes = [s.stop - s.start for s in slices]
-    first = next((dim for dim, size in enumerate(sizes) if size > 1), len(sizes))
-    return sizes[first + 1 :] == list(shape[first + 1 :])

@@ -6,6 +6,8 @@ value is replicated):
 
     mesh dp=2, tp=4, spec (("tp",), ("dp",))   ->   DeviceMesh dims (tp, dp), placements (Shard(0), Shard(1))
 
+Runs of elements, which DTensor does not know, are tensors of a kind of their own (`run_tensor.py`).
+
 The ranks of a DeviceMesh are those of the stage that holds the value; on a stage of one rank it is a plain tensor.
 """
 
@@ -20,10 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ..comm.comm import Comm
+from ..comm.mesh import run_axes
 from ..comm.process import TorchComm
 from ..comm.threads import ThreadComm
 from ..errors import CheckpointError
 from ..program.layout import SpecDims, StateEntry, gather_full, local_view
+from .run_tensor import RunTensor
 
 
 def axis_order(mesh: Mapping[str, int], spec: SpecDims) -> tuple[str, ...]:
@@ -68,13 +72,15 @@ def pack(entry: StateEntry) -> Any:
     """A value as `Session.state_dict` shows it: DTensor over processes, full tensor over threads."""
     if isinstance(entry.comm, TorchComm) or not isinstance(entry.value, Tensor) or not entry.shape:
         return _over_processes(entry)
-    return gather_full(entry.value, entry.spec, entry.comm, "state").clone()
+    return gather_full(entry.value, entry.spec, entry.comm, "state", entry.shape).clone()
 
 
 def _over_processes(entry: StateEntry, device_type: str = "") -> Any:
     """A DTensor of what ranks share, else the value itself."""
     if not isinstance(entry.value, Tensor) or not entry.shape or entry.comm.world_size == 1:
         return entry.value
+    if run_axes(entry.shape, entry.spec):
+        return RunTensor(entry)
     return as_dtensor(entry.value, entry, device_type)
 
 
@@ -87,6 +93,11 @@ def merge(state: dict[str, Any], comm: Comm) -> dict[str, Any]:
 
 def unpack(value: Any, entry: StateEntry) -> Any:
     """This rank's part of a full tensor or DTensor."""
+    if isinstance(value, RunTensor):
+        own = value.entry
+        if (own.comm.mesh, own.shape, own.spec) == (entry.comm.mesh, entry.shape, entry.spec):
+            return value.to_local()
+        value = value.full_tensor()
     if isinstance(value, DTensor):
         comm = entry.comm
         if (

@@ -314,7 +314,7 @@ class Session(State):
         if stage in self.stages:
             rt = self.stages[stage].rt
             own = rt.params[name] if name in rt.params else rt.buffers[name]
-            value = gather_full(own, info.spec, self.stages[stage].comm, f"full {name}")
+            value = gather_full(own, info.spec, self.stages[stage].comm, f"full {name}", info.shape)
         return self._tell(stage, value, info.shape, info).clone()
 
     def full_grads(self) -> dict[str, Tensor]:
@@ -332,7 +332,7 @@ class Session(State):
                 grad: Tensor | None = None
                 if stage in self.stages:
                     own, what = self.stages[stage].comm, f"full gradient of {name}"
-                    grad = gather_full(self.grads[name], info.opt_spec, own, what)
+                    grad = gather_full(self.grads[name], info.opt_spec, own, what, info.shape)
                 gradients[name] = self._tell(stage, grad, info.shape, info).clone()
         return gradients
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..comm.backends import backend_of
 from ..comm.comm import Comm
+from ..comm.mesh import boxes_of, run_axes, slices_of
 from ..compiled.inductor import CompiledRegion, compiled_stage
 from ..errors import RuntimeProgramError
 from ..gradients.buckets import BucketSizes, bytes_in_buckets
@@ -22,7 +23,7 @@ from ..gradients.gather import Gather, start_gathers
 from ..gradients.grads import GradStore
 from ..guards import Guards
 from ..memory.tiers import Tiers
-from ..program.layout import TensorInfo, local_shape, local_slices, refinement
+from ..program.layout import TensorInfo, fill, local_shape, local_slices, refinement, run_view
 from ..program.tables import Pipeline, StageTables
 from ..rank import Rank
 
@@ -92,7 +93,7 @@ class Stage:
     def load(self, full: Mapping[str, Tensor] | SliceReader) -> None:
         """Fill parameters and buffers; see Session.load_weights."""
         for info, target in self.stored():
-            slices = local_slices(info.shape, info.spec, self.comm, info.name)
+            boxes = boxes_of(info.shape, info.spec, self.comm.mesh, self.comm.position, info.name)
             if isinstance(full, Mapping):
                 if info.name not in full:
                     raise RuntimeProgramError(f"the weights have no tensor {info.name!r}")
@@ -101,14 +102,14 @@ class Stage:
                     raise RuntimeProgramError(
                         f"{info.name}: the program expects shape {info.shape}, the weights have {tuple(source.shape)}"
                     )
-                source = source[slices] if info.shape else source
+                parts = [source[slices_of(box)] if info.shape else source for box in boxes]
             else:
-                source = full(info.name, slices)
-            if source.is_meta or hasattr(source, "fake_mode"):
+                parts = [full(info.name, slices_of(box)) for box in boxes]
+            if any(part.is_meta or hasattr(part, "fake_mode") for part in parts):
                 raise RuntimeProgramError(
                     f"{info.name}: the weights hold no data (meta or fake tensor); load a checkpoint"
                 )
-            target.copy_(source)
+            fill(target, parts)
         self.refresh_optimizer_shards()
 
     def inputs(self, batch: Sequence[Tensor], microbatch: int) -> list[Tensor]:
@@ -174,8 +175,10 @@ class Stage:
             return self.held[info.name]
         shape = local_shape(info.shape, info.spec, self.comm, info.name)
         if info.tier:
-            return self.tiers.empty(shape, info.dtype, info.tier)
-        return torch.empty(shape, dtype=info.dtype, device=self.comm.device)
+            room = self.tiers.empty(shape, info.dtype, info.tier)
+        else:
+            room = torch.empty(shape, dtype=info.dtype, device=self.comm.device)
+        return room.zero_() if run_axes(info.shape, info.spec) else room
 
     def _narrow(self, params: Mapping[str, Tensor], owner: Stage | None) -> dict[str, Tensor]:
         """Rooms for the copies of parameters in lower precision; the owner's serve where it stores the same."""
@@ -201,7 +204,8 @@ class Stage:
         if info.opt_spec != info.spec and not info.gather:
             raise RuntimeProgramError(f"{info.name}: optimizer spec {info.opt_spec} without the steps back to storage")
         shard = self._shard_view(info)
-        if not shard.is_contiguous():
+        is_part = shard is self.rt.params[info.name] or shard._is_view()
+        if not shard.is_contiguous() or (info.tier and not is_part):
             apart = self.tiers.empty(shard.shape, shard.dtype, info.tier) if info.tier else shard.contiguous()
             shard = apart.copy_(shard)
         return nn.Parameter(shard)
@@ -215,7 +219,8 @@ class Stage:
                 raise RuntimeProgramError(f"{info.name}: dim {dim} cannot be split further over {axes}")
             size = view.shape[dim] // parts
             view = view.narrow(dim, self.comm.axis_index(axes) * size, size)
-        return view
+        axes = run_axes(info.shape, info.opt_spec)
+        return view if axes == run_axes(info.shape, info.spec) else run_view(view, self.comm, axes)
 
     def _cuts(self, info: TensorInfo, pipeline: Pipeline) -> list[Cut]:
         """Where this rank's part of every microbatch lies in the whole batch's leaf."""

@@ -1,0 +1,83 @@
+"""Runs of elements: which there are of a parameter, and the steps to and from the block that they are cut from.
+
+What rests of a parameter may be a run (`autopar/ir/spec.py`) where no dim divides by the ranks that are to share it. A run is
+gathered to its block, from where the lattice goes on, and a gradient comes to its block in the spec that owes over the run's
+axes what it owes:
+
+    f32[3, 3] run(dp)  --all_gather, unflatten-->  f32[3, 3]
+    f32[3, 3] ~sum(dp)  --flatten, reduce_scatter-->  f32[3, 3] run(dp)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import combinations
+
+from autopar.ir.mesh import Mesh
+from autopar.ir.spec import Spec
+from autopar.ir.steps import RuntimeStep
+from autopar.passes.rules.alphabet import refinements, shards
+from autopar.passes.rules.lattice import CollectiveCost
+
+States = tuple[tuple[Spec, Spec], ...]
+"""Pairs of storage and optimizer specs."""
+
+
+def run_states(axes: tuple[tuple[str, int], ...], shape: tuple[int, ...]) -> States:
+    """How a trained parameter may be stored and updated with runs: those of every block over axes that no dims can take together
+    with its own, which are stored too, or of which the optimizer's state is beside a coarser block."""
+    if not shape:
+        return ()
+    on_mesh, mesh = shards(axes, len(shape)), Mesh(axes)
+    letters, divides = on_mesh.letters, on_mesh.divide(shape).tolist()
+    blocks = [
+        s for s, fits, owes in zip(letters.specs, divides, letters.owed.tolist(), strict=True) if fits and not owes
+    ]
+    taken, coarser = {block.axes for block in blocks}, dict[Spec, list[Spec]]()
+    for a, b in zip(*(n.tolist() for n in refinements(letters)), strict=True):
+        if divides[a] and divides[b]:
+            coarser.setdefault(letters.specs[b], []).append(letters.specs[a])
+    states = []
+    for block in blocks:
+        elements = math.prod(block.local_shape(shape, mesh))
+        free = [axis for axis in letters.axes if axis not in block.axes]
+        for run in (run for n in range(1, len(free) + 1) for run in combinations(free, n)):
+            if block.axes.union(run) not in taken and elements >= mesh.product(run):
+                spec = Spec(block.dims, (), run)
+                states += [(spec, spec), *((storage, spec) for storage in coarser[block])]
+    return tuple(states)
+
+
+def owed_block(before: Spec, after: Spec) -> Spec:
+    """The block of a run in the spec in which its elements are cut: it owes the sums that `before` owes over the run's axes."""
+    return Spec(after.dims, tuple((axis, op) for axis, op in before.partial if axis in after.run and op == "sum"))
+
+
+def gather_steps(spec: Spec, shape: tuple[int, ...], mesh: Mesh) -> tuple[RuntimeStep, ...]:
+    """From a run to its block."""
+    if not spec.run:
+        return ()
+    gathers = (RuntimeStep("all_gather", (axis,), (0,)) for axis in reversed(spec.run))
+    return (*gathers, RuntimeStep("unflatten", spec.run, spec.block.local_shape(shape, mesh)))
+
+
+def scatter_steps(before: Spec, spec: Spec, shape: tuple[int, ...], mesh: Mesh) -> tuple[RuntimeStep, ...]:
+    """From a block as of `owed_block` to its run."""
+    if not spec.run:
+        return ()
+    owed = {axis for axis, _ in before.partial}
+    cuts = (RuntimeStep("reduce_scatter" if axis in owed else "shard", (axis,), (0,)) for axis in spec.run)
+    return (RuntimeStep("flatten", spec.run, spec.block.local_shape(shape, mesh)), *cuts)
+
+
+def steps_s(steps: Iterable[RuntimeStep], held: float, mesh: Mesh, cost: CollectiveCost, copy_s: float) -> float:
+    """Seconds of steps. held: bytes of a rank before them."""
+    seconds = 0.0
+    for step in steps:
+        for axis in step.axes:
+            facts, size = step.facts, mesh.sizes[axis]
+            seconds += facts.copied_s(held, size, step.dims, copy_s)
+            seconds += cost(step.kind, facts.full_bytes(held, size), axis) if facts.sends else 0.0
+            held = facts.table.bytes_after(held, size)
+    return seconds
