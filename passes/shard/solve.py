@@ -29,6 +29,7 @@ _LARGEST = 500_000  # binary variables from which a problem is too large for the
 _CLOSED = 1e-6  # relative distance of bound and plan that counts as proven
 _ROUGH = 1e-3  # `close` from which on a solution is an estimate: no MIP, and no optimum where memory is no matter
 _FREE = 0.1  # of `close`: how close an estimate is where memory is no matter
+_ROW_SHARE = 0.05  # of the time that is left: what a row for memory may take to better a plan by memory's price
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def solve(
     if close < _ROUGH < solution.gap and time.monotonic() < deadline:
         r = reduce_graph(better_within(graph, budget, price, solution.cost, deadline), with_memory=True)
         if r.size["variables"] <= 400_000:
-            answer = solve_ilp(r, budget, (deadline - time.monotonic()) / 2)
+            answer = solve_ilp(r, budget, _ROW_SHARE * (deadline - time.monotonic()))
             if answer.chosen is not None:
                 restored = restore(r, answer.chosen)
                 if graph.memory_of(restored) <= budget * (1 + 1e-9) and graph.value(restored) < solution.cost:

@@ -17,7 +17,9 @@ import pytest
 import autopar
 from autopar.costmodel.bill import hidden_seconds
 from autopar.ir.lines import Convert, Function, Line, Prefetch, Start, TemplateCall
-from autopar.ir.lowered import LoweredStage
+from autopar.ir.lowered import LoweredStage, StoredParameter
+from autopar.ir.mesh import Mesh
+from autopar.ir.steps import bytes_before_per_byte
 from autopar.passes.account import stage as stage_module
 from autopar.passes.account.program import account
 from autopar.passes.account.stage import Later
@@ -68,7 +70,10 @@ def of_gradient_passes_s(stage: LoweredStage, pricer: Pricer) -> float:
         if p.contributions:
             nbytes, due = unreduced_bytes(p, stage.mesh), p.contributions * stage.microbatches
             times = stage.microbatches if p.by_microbatch else 1
-            total += pricer.copy_s * 3 * (nbytes * (due - times) + p.updated_bytes(stage.mesh) * (times - 1))
+            came = came_bytes(p, stage.mesh)
+            total += pricer.copy_s * (
+                (2 * nbytes + came) * (due - times) + 3 * p.updated_bytes(stage.mesh) * (times - 1)
+            )
             for step in p.reduce:
                 size = stage.mesh.product(step.axes)
                 if step.kind in ("all_reduce", "reduce_scatter") and size > 1:
@@ -77,6 +82,14 @@ def of_gradient_passes_s(stage: LoweredStage, pricer: Pricer) -> float:
                     break
                 nbytes = step.facts.table.bytes_after(nbytes, size)
     return total
+
+
+def came_bytes(p: StoredParameter, mesh: Mesh) -> float:
+    """Bytes of a gradient as it comes to the store, where no zeros fill it up yet."""
+    for i, step in enumerate(p.reduce):
+        if step.kind == "flatten":
+            return math.prod(step.dims) * p.type.dtype.itemsize * bytes_before_per_byte(p.reduce[:i], mesh.sizes)
+    return unreduced_bytes(p, mesh)
 
 
 def unseen_s(program: autopar.Program) -> float:
