@@ -174,6 +174,7 @@ def gpt2_xl(ranks: int, microbatches: int) -> autopar.ParallelProgram:
     return autopar.compile(gpt, cluster_of(ranks), (ids, ids), loss_fn=loss_fn, optimizer=ADAMW, options=options)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("make", [wide, gpt2_xl])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 6, 7, 8, 24, 56, 96, 1000])
 def test_a_rank_holds_its_share_of_the_state(make: Any, ranks: int) -> None:

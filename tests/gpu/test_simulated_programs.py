@@ -138,6 +138,7 @@ def test_rows_of_a_mixture_travel_in_order() -> None:
     assert any(unit.kind == "alltoall_base" for unit in found.logs[0].units)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("device", [H100, A100], ids=["sm90", "sm80"])
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("choice", ["+t0+e", "e", "t0"])
