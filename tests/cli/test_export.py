@@ -22,7 +22,7 @@ from autopar.runtime.program.manifest import Manifest
 from tests.runtime import safetensors_files as files
 from tests.warm import torchrun
 
-X = torch.randint(0, 32, (8, 4))
+X = torch.randint(0, 32, (8, 4), generator=torch.Generator().manual_seed(0))
 
 
 class Model(nn.Module):
