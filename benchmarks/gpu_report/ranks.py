@@ -23,7 +23,7 @@ from autopar.runtime.comm.backends import backend_of
 from benchmarks.gpu_report.machine import Machine, attempt
 from benchmarks.gpu_report.models import OPTIMIZER, emitted_step, llama, say_turns
 from benchmarks.gpu_report.parts import Found
-from benchmarks.gpu_report.steps import compared, in_turn
+from benchmarks.gpu_report.steps import compared, in_turn, ratio_lines
 from benchmarks.harness import Step, as_worker, run_workers
 from benchmarks.reference_steps import ddp_step, fsdp2_step
 
@@ -89,9 +89,7 @@ def lines(record: dict[str, Any]) -> list[str]:
             told.append(f"{name}: failed: {one['error']}")
             continue
         told.append(f"{name}: {say_turns(one)} (chosen: {one['choice']})")
-        for other, ratio in one["ratios"].items():
-            first, third = ratio["quartiles_of_pairs"]
-            told.append(f"    {ratio['ratio_of_pairs']:.3f} ({first:.3f} … {third:.3f}) of {other}'s")
+        told += ratio_lines(one)
         told.append(f"    predicted: {one['predicted']['step_s'] / one['measured_s']:.2f} of the measured seconds")
         share = one["predicted"]["peak_bytes"] / one["peak"]["allocated"]
         told.append(f"    predicted: {share:.2f} of the measured {one['peak']['allocated'] / 1e6:.1f} MB of tensors")

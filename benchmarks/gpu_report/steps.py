@@ -103,6 +103,15 @@ def peak_bytes(machine: Machine, directory: Path, one: Timed) -> dict[str, int]:
     return found
 
 
+def ratio_lines(one: dict[str, Any]) -> list[str]:
+    """The ratios of `compared` in words."""
+    told = []
+    for other, ratio in one["ratios"].items():
+        first, third = ratio["quartiles_of_pairs"]
+        told.append(f"    {ratio['ratio_of_pairs']:.3f} ({first:.3f} … {third:.3f}) of {other}'s")
+    return told
+
+
 def lines(record: dict[str, Any]) -> list[str]:
     told = []
     for name, one in record.items():
@@ -110,9 +119,7 @@ def lines(record: dict[str, Any]) -> list[str]:
             told.append(f"{name}: failed: {one['error']}")
             continue
         told.append(f"{name}: {say_turns(one)}")
-        for other, ratio in one["ratios"].items():
-            first, third = ratio["quartiles_of_pairs"]
-            told.append(f"    {ratio['ratio_of_pairs']:.3f} ({first:.3f} … {third:.3f}) of {other}'s")
+        told += ratio_lines(one)
         for way in ("described_s", "calibrated_s"):
             if way in one["predicted"]:
                 share = one["predicted"][way] / one["measured_s"]
