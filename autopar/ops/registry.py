@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 
+from autopar.errors import ShardingError
 from autopar.ir.call import OpCall, Operand
 from autopar.ir.mesh import Mesh
 from autopar.ir.ranges import Index, Range
@@ -32,11 +33,13 @@ Precision = Literal["low", "follow", "round", "norm", "pass", "keep"]
 
 @dataclass(frozen=True)
 class Offset:
-    """First index of this rank's block: (index along `axes`) · `chunk`, added to what an argument is on the whole (`start`)."""
+    """First index of this rank's block: (index along `axes`) · `chunk`, added to what an argument is on the whole (`start`). size:
+    of a dim whose blocks are of unequal length (0: they are equal)."""
 
     axes: tuple[str, ...]
     chunk: int
     start: int = 0
+    size: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,26 +72,27 @@ class Block:
         return {"along": AlongAxis(tuple(axis for axis, _ in self.carried))} if self.carried else {}
 
     def parts(self, factor: str) -> int:
-        """Into how many blocks a factor is cut."""
-        return self.mesh.product(self.axes_of(factor))
+        """Into how many equal blocks a factor is cut. Raises ShardingError where they are not equal."""
+        axes, size = self.axes_of(factor), self.rule.factors[factor].size
+        if self.mesh.is_uneven(size, axes):
+            raise ShardingError(f"{self.call.op} takes no blocks of unequal size of {factor} ({size} over {axes})")
+        return self.mesh.product(axes)
 
     def offset(self, factor: str) -> Offset | int:
         """Where this rank's block of `factor` starts (0 when it is not sharded)."""
-        axes = self.axes_of(factor)
+        return self._start(self.rule.factors[factor].size, self.axes_of(factor))
+
+    def _start(self, size: int, axes: tuple[str, ...]) -> Offset | int:
         if not axes or self.mesh.product(axes) == 1:
             return 0
-        return Offset(axes, self.rule.factors[factor].size // self.mesh.product(axes))
+        return Offset(axes, size // self.mesh.product(axes), size=size if self.mesh.is_uneven(size, axes) else 0)
 
     def offsets(self, labels: Labels) -> tuple[Offset | int, ...]:
         """Start of the block in every dim of a tensor with these labels."""
-        starts: list[Offset | int] = []
-        for dim in labels:
-            size, axes = (
-                math.prod(self.rule.factors[f].size for f in dim),
-                tuple(a for f in dim for a in self.axes_of(f)),
-            )
-            starts.append(Offset(axes, size // self.mesh.product(axes)) if axes else 0)
-        return tuple(starts)
+        return tuple(
+            self._start(math.prod(self.rule.factors[f].size for f in dim), tuple(a for f in dim for a in self.axes_of(f)))
+            for dim in labels
+        )
 
     def result_shape(self, index: int = 0) -> list[int]:
         """Shape of a result on this rank."""

@@ -14,6 +14,7 @@ from torch import fx
 from autopar.errors import PlanError
 from autopar.ir.call import bind
 from autopar.ir.lines import Compute, Function, Line, Ref, Site
+from autopar.ir.mesh import Extent
 from autopar.ir.program import Template, op_name, operand_nodes, resolve, result_types
 from autopar.ir.rule import carried_choices
 from autopar.ir.spec import Spec
@@ -189,7 +190,10 @@ class Body:
             operands.append(self._converted(local, operand.name, spec, wanted, phase, source))
         definition = find(call.op)
         localize = definition.localize if definition is not None else None
-        arguments = local_arguments(node, operands, localize(Block(call, rule, strategy, mesh)) if localize else {})
+        changes = localize(Block(call, rule, strategy, mesh)) if localize else {}
+        if localize and mesh.uneven:
+            _see_same(changes, localize(Block(call, rule, strategy, mesh.seen_by_least)), call.op)
+        arguments = local_arguments(node, operands, changes)
         results = {
             i: value
             for i, value in value_names(node).items()
@@ -216,6 +220,21 @@ class Body:
                 sent=sent_by(call, rule, strategy, mesh, planned.pricer.device.runs_as),
             )
         )
+
+
+def _see_same(longest: Any, shortest: Any, op: str) -> None:
+    """Check that what an op is told of its block is the same text on every rank. Raises PlanError."""
+    if isinstance(longest, dict):
+        longest, shortest = list(longest.values()), list(shortest.values())
+    if isinstance(longest, (list, tuple)):
+        for one, other in zip(longest, shortest, strict=True):
+            _see_same(one, other, op)
+    elif not (isinstance(longest, Extent) and isinstance(shortest, Extent) and longest.told == shortest.told):
+        if longest != shortest:
+            raise PlanError(
+                f"{op} is told {longest} where blocks are longest and {shortest} where they are shortest; take ranks that "
+                "divide its dims"
+            )
 
 
 def local_arguments(node: fx.Node, operands: list[str], changes: dict[str, Any]) -> dict[str, Any]:

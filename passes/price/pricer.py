@@ -105,7 +105,7 @@ class Pricer:
         """Conversions of one tensor type; `ops`: reductions that may be owed. joined, compression: as of `joined_s`. Types of as
         many bytes whose dims divide alike share one lattice."""
         compression = compression_of(type_, compression)
-        shape = tuple(math.gcd(n, self.mesh.size) for n in type_.shape)
+        shape = tuple(math.gcd(n, self.mesh.period) for n in type_.shape)
         return self._alike(shape, type_.nbytes, ops, joined, compression, type_.dtype.itemsize if compression else 1)
 
     def _lattice_of(

@@ -67,7 +67,7 @@ def scatter_steps(before: Spec, spec: Spec, shape: tuple[int, ...], mesh: Mesh) 
     if not spec.run:
         return ()
     owed = {axis for axis, _ in before.partial}
-    cuts = (RuntimeStep("reduce_scatter" if axis in owed else "shard", (axis,), (0,)) for axis in spec.run)
+    cuts = (RuntimeStep("reduce_scatter" if axis in owed else "take", (axis,), (0,)) for axis in spec.run)
     return (RuntimeStep("flatten", spec.run, spec.block.local_shape(shape, mesh)), *cuts)
 
 

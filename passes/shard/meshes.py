@@ -17,7 +17,10 @@ from autopar.cluster import ClusterSpec
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.options import Options
+from autopar.runtime.comm.mesh import Shares
 
+DATA = ("replica", "dp")
+"""Axes that batches take."""
 REPLICA = "replica"
 """The axis over the odd part of a number of ranks."""
 
@@ -33,6 +36,29 @@ def odd_part(n: int) -> int:
     return n // (n & -n)
 
 
+def balanced(rows: int, ranks: int) -> Shares:
+    """The axis of so many ranks along which rows are held as equally as they can be, the first ranks having one more."""
+    fewest, more = divmod(rows, ranks)
+    return Shares([fewest + 1] * more + [fewest] * (ranks - more))
+
+
+def for_rows(mesh: Mesh, rows: int | None) -> Mesh:
+    """The mesh, whose first axis that batches take holds rows unequally where they do not divide by its ranks."""
+    if rows is None:
+        return mesh
+    axes = list(mesh.axes)
+    for place, (axis, ranks) in enumerate(axes):
+        if axis in DATA and ranks > 1 and not isinstance(ranks, Shares):
+            if rows % ranks == 0:
+                rows //= ranks
+            elif rows > ranks:
+                axes[place] = axis, balanced(rows, ranks)
+                break
+            else:
+                break
+    return Mesh(tuple(axes), mesh.offset)
+
+
 def candidate_meshes(
     cluster: ClusterSpec, options: Options, ranks: int | None = None, rows: int | None = None
 ) -> list[Mesh]:
@@ -44,7 +70,7 @@ def candidate_meshes(
     whole, ranks = ranks is None, cluster.size if ranks is None else ranks
     forced = options.forced_mesh(ranks, cluster.size)
     if forced is not None:
-        return [forced]
+        return [for_rows(forced, rows)]
     meshes = [Mesh.of(dp=ranks)]
     fast = cluster.levels[0].group_size if cluster.levels else ranks
     inner = sorted({k for k in (2, 4, 8, fast) if 1 < k < ranks and ranks % k == 0 and k <= fast}, reverse=True)
@@ -55,7 +81,7 @@ def candidate_meshes(
     odd = odd_part(ranks)
     if 1 < odd < ranks and (odd, ranks // odd) not in {tuple(mesh.sizes.values()) for mesh in meshes}:
         meshes.append(Mesh.of(**{REPLICA: odd, "dp": ranks // odd}))
-    return meshes
+    return [for_rows(mesh, rows) for mesh in meshes]
 
 
 def _context_meshes(ranks: int, rows: int, fast: int, inner: Sequence[int]) -> list[Mesh]:
