@@ -18,7 +18,7 @@ import torch
 
 from autopar.errors import ShardingError
 from autopar.ir.call import OpCall, Operand
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import Extent, Mesh
 from autopar.ir.ranges import Index, Range
 from autopar.ir.rule import Labels, Rule, Strategy, carried_choices, factors_of
 from autopar.ir.sent import Sent
@@ -73,9 +73,9 @@ class Block:
 
     def parts(self, factor: str) -> int:
         """Into how many equal blocks a factor is cut. Raises ShardingError where they are not equal."""
-        axes, size = self.axes_of(factor), self.rule.factors[factor].size
-        if self.mesh.is_uneven(size, axes):
-            raise ShardingError(f"{self.call.op} takes no blocks of unequal size of {factor} ({size} over {axes})")
+        axes = self.axes_of(factor)
+        if axes and self.mesh.is_uneven(self.rule.factors[factor].size, axes):
+            raise ShardingError(f"{self.call.op} takes no blocks of unequal size of {factor} over {', '.join(axes)}")
         return self.mesh.product(axes)
 
     def offset(self, factor: str) -> Offset | int:
@@ -101,6 +101,38 @@ class Block:
         assert spec is not None
         assert type_ is not None
         return list(spec.local_shape(type_.shape, self.mesh))
+
+
+def told(block: Block) -> dict[str, Any]:
+    """The arguments of an op that are others on a block than on the whole. Raises ShardingError where blocks are of unequal size,
+    and the op is to be told more than a length or a place in a dim."""
+    definition = find(block.call.op)
+    if definition is None or definition.localize is None:
+        return {}
+    changes = definition.localize(block)
+    if block.mesh.uneven and not _alike(changes, definition.localize(replace(block, mesh=block.mesh.seen_by_least))):
+        raise ShardingError(f"{block.call.op} cannot be told of blocks of unequal size; take ranks that divide its dims")
+    return changes
+
+
+def _alike(longest: Any, shortest: Any) -> bool:
+    """Whether arguments are the same on ranks with the longest and the shortest blocks, or lengths of blocks of the same dims."""
+    if isinstance(longest, dict):
+        return all(_alike(value, shortest[name]) for name, value in longest.items())
+    if isinstance(longest, (list, tuple)):
+        return all(_alike(*both) for both in zip(longest, shortest, strict=True))
+    if isinstance(longest, Extent):
+        return isinstance(shortest, Extent) and longest.told == shortest.told
+    return not isinstance(shortest, Extent) and bool(longest == shortest)
+
+
+def takes_blocks(block: Block) -> bool:
+    """Whether an op can be told of its blocks (`told`)."""
+    try:
+        told(block)
+    except ShardingError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

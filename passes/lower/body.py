@@ -11,14 +11,13 @@ from typing import Any
 
 from torch import fx
 
-from autopar.errors import PlanError
+from autopar.errors import PlanError, ShardingError
 from autopar.ir.call import bind
 from autopar.ir.lines import Compute, Function, Line, Ref, Site
-from autopar.ir.mesh import Extent
 from autopar.ir.program import Template, op_name, operand_nodes, resolve, result_types
 from autopar.ir.rule import carried_choices
 from autopar.ir.spec import Spec
-from autopar.ops.registry import Block, find
+from autopar.ops.registry import Block, find, told
 from autopar.passes.lower.convert import Converter, cast
 from autopar.passes.lower.names import Names
 from autopar.passes.price.link_clock import op_seconds
@@ -188,11 +187,10 @@ class Body:
             wanted = rule.operand_spec(i, strategy, mesh)
             assert wanted is not None
             operands.append(self._converted(local, operand.name, spec, wanted, phase, source))
-        definition = find(call.op)
-        localize = definition.localize if definition is not None else None
-        changes = localize(Block(call, rule, strategy, mesh)) if localize else {}
-        if localize and mesh.uneven:
-            _see_same(changes, localize(Block(call, rule, strategy, mesh.seen_by_least)), call.op)
+        try:
+            changes = told(Block(call, rule, strategy, mesh))
+        except ShardingError as error:
+            raise PlanError(f"{self.template.name}.{node.name}: {error}") from error
         arguments = local_arguments(node, operands, changes)
         results = {
             i: value
@@ -220,21 +218,6 @@ class Body:
                 sent=sent_by(call, rule, strategy, mesh, planned.pricer.device.runs_as),
             )
         )
-
-
-def _see_same(longest: Any, shortest: Any, op: str) -> None:
-    """Check that what an op is told of its block is the same text on every rank. Raises PlanError."""
-    if isinstance(longest, dict):
-        longest, shortest = list(longest.values()), list(shortest.values())
-    if isinstance(longest, (list, tuple)):
-        for one, other in zip(longest, shortest, strict=True):
-            _see_same(one, other, op)
-    elif not (isinstance(longest, Extent) and isinstance(shortest, Extent) and longest.told == shortest.told):
-        if longest != shortest:
-            raise PlanError(
-                f"{op} is told {longest} where blocks are longest and {shortest} where they are shortest; take ranks that "
-                "divide its dims"
-            )
 
 
 def local_arguments(node: fx.Node, operands: list[str], changes: dict[str, Any]) -> dict[str, Any]:

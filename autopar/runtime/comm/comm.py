@@ -196,12 +196,15 @@ class Comm(ABC):
         filled = x.new_zeros((longest, *x.movedim(dim, 0).shape[1:]))
         filled[: x.shape[dim]].copy_(x.movedim(dim, 0))
         out = x.new_empty((group.size, *filled.shape))
-        handle = self.start(Call("all_gather", group, out, filled, site=site), out)
-        return handle.then(
-            lambda chunks: (
-                torch.cat([chunk[:n] for chunk, n in zip(chunks, lengths, strict=True)]).movedim(0, dim).contiguous()
-            )
-        )
+
+        def joined(chunks: Tensor) -> Tensor:
+            whole, start = x.new_empty((sum(lengths), *filled.shape[1:])), 0
+            for place, length in enumerate(lengths):
+                whole[start : start + length].copy_(chunks[place][:length])
+                start += length
+            return whole.movedim(0, dim).contiguous()
+
+        return self.start(Call("all_gather", group, out, filled, site=site), out).then(joined)
 
     def start_reduce_scatter(self, x: Tensor, dim: int, axes: Axes, op: str = "sum", site: str = "") -> Handle[Tensor]:
         group = self.group(axes)

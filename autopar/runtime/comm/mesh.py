@@ -47,11 +47,11 @@ class Shares(int):
         return size
 
     def of(self, size: int) -> tuple[int, ...] | None:
-        """What each rank holds of a dim of this size: by the first list that fits it; None where that is equal parts, or none."""
+        """What each rank holds of a dim of this size, by the first list that fits it; None where none does."""
         for units in self.units:
             times, rest = divmod(size, sum(units))
             if not rest and size:
-                return tuple(n * times for n in units) if len(set(units)) > 1 else None
+                return tuple(n * times for n in units)
         return None
 
     def __eq__(self, other: object) -> bool:
