@@ -22,6 +22,8 @@ from autopar.plan import OVERLAPS, Plan
 from autopar.program import ParallelProgram
 from autopar.runtime.comm.mesh import Shares
 
+UNEVEN = 1 / 3
+"""Share of random stages whose axes are cut by shares."""
 MOST_UNITS = 512
 """The largest size of a dim for which random plans have shares."""
 
@@ -66,7 +68,7 @@ def random_plan(
     for part, span, group in zip(cut(ir, ranges), ranges, order, strict=True):
         mesh = random_mesh(sizes[group], rng)
         mesh = Mesh(mesh.axes, sum(sizes[:group]))
-        if uneven.random() < 1 / 3:
+        if uneven.random() < UNEVEN:
             mesh = with_shares(mesh, part, uneven)
         problem = Problem(part, Pricer(program.cluster, mesh), program.rules, program.setting)
         stage = stage_plan(problem, random_choice(problem.graph, rng, in_runs), span)

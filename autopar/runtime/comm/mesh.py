@@ -57,6 +57,9 @@ class Shares(int):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Shares) and self.units == other.units
 
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
     def __hash__(self) -> int:
         return hash(self.units)
 
@@ -160,6 +163,11 @@ def box_of(
             )
         box.append(held)
     return tuple(box)
+
+
+def cut_by_shares(spec: SpecDims, mesh: Mapping[str, int]) -> bool:
+    """Whether ranks may hold blocks of unequal size under a spec."""
+    return any(isinstance(mesh[axis], Shares) for axes in spec for axis in axes)
 
 
 def slices_of(box: Box) -> tuple[slice, ...]:
