@@ -132,20 +132,14 @@ def test_the_zoo_equals_one_device_with_batches_that_do_not_divide(zoo: ZooModel
 
 def program_of(zoo: ZooModel, ranks: int) -> autopar.ParallelProgram:
     return autopar.compile(
-        zoo.make(),
-        autopar.ClusterSpec.local(ranks),
-        zoo.batch(),
-        loss_fn=zoo.loss_fn,
-        optimizer=zoo.optimizer,
+        zoo.make(), autopar.ClusterSpec.local(ranks), zoo.batch(), loss_fn=zoo.loss_fn, optimizer=zoo.optimizer
     )
 
 
 @pytest.mark.few(12)
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("zoo", MODELS, ids=str)
-def test_random_plans_with_shares_equal_one_device(
-    zoo: ZooModel, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_random_plans_with_shares_equal_one_device(zoo: ZooModel, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autopar.proof.random_plans.UNEVEN", 1.0)
     program = program_of(zoo, 4 + seed % 4)
     plan = autopar.random_plan(program, seed)

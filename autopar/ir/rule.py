@@ -20,7 +20,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -229,11 +228,11 @@ class Rule:
                 parts[factor] *= size
         return parts
 
-    def work_parts(self, strategy: Strategy, mesh: Mesh) -> int | Fraction:
+    def work_parts(self, strategy: Strategy, mesh: Mesh) -> Any:
         """Over how many ranks the op's work is divided; where not equally, over as many as the one with the most would be."""
         if mesh.uneven:
             taken = self.taken(tuple(_first(choice) for choice in strategy), mesh)
-            return math.prod((mesh.parts(self.factors[f].size, axes) for f, axes in taken.items()), start=Fraction(1))
+            return math.prod((mesh.parts(self.factors[f].size, axes) for f, axes in taken.items()), start=1)
         return mesh.product(a for a, c in zip(mesh.names, strategy, strict=True) if factors_of(c))
 
     def _dims(self, labels: Labels, strategy: Strategy, mesh: Mesh) -> tuple[tuple[str, ...], ...]:

@@ -58,7 +58,10 @@ def for_units(mesh: Mesh, program: Program, rules: RuleBook) -> Mesh | None:
 
 def _indices(program: Program, rules: RuleBook) -> set[int]:
     """Sizes of the indices, beside the batch's and the sequence's, that products, attention and look-ups may be split by."""
-    rows = {t.shape[d] for (_, t), dim in zip(program.inputs, program.batch_dims, strict=True) for d in (dim, 1) if dim is not None and d is not None and d < len(t.shape)}
+    batched = (
+        (t.shape, dim) for (_, t), dim in zip(program.inputs, program.batch_dims, strict=True) if dim is not None
+    )
+    rows = {n for shape, dim in batched for n in shape[dim : dim + 2]}
     sizes: set[int] = set()
     for template in program.templates.values():
         for call in template.op_calls.values():
