@@ -49,7 +49,7 @@ class Shares(int):
         return size
 
     def of(self, size: int) -> tuple[int, ...] | None:
-        """What each rank holds of a dim of this size, by the first list that fits it; None where none does."""
+        """The lengths that ranks hold of a dim of this size, by the first list that fits it; None where none does."""
         for units in self.units:
             times, rest = divmod(size, sum(units))
             if not rest and size:
@@ -83,7 +83,7 @@ def sizes_of(told: Mapping[str, Any]) -> dict[str, int]:
 
 
 def cut(size: int, ranks: int) -> tuple[int, ...] | int | None:
-    """What ranks along an axis hold of a dim of this size: lengths by rank, or one for all; None where it does not divide."""
+    """The lengths that ranks along an axis hold of a dim of this size, or one for all; None where it does not divide."""
     uneven = ranks.of(size) if isinstance(ranks, Shares) else None
     return uneven or (None if size % ranks else size // ranks)
 
