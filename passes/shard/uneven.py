@@ -8,11 +8,16 @@ alike.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from autopar.cluster import ClusterSpec
+from autopar.cluster.device import DeviceSpec
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ops.registry import find
 from autopar.passes.rules.book import RuleBook
 from autopar.runtime.comm.mesh import Shares
+from autopar.runtime.step.apportion import apportioned
 
 DATA = ("replica", "dp")
 """Axes that batches take."""
@@ -39,6 +44,21 @@ def for_rows(mesh: Mesh, rows: int | None) -> Mesh:
                 break
             rows //= ranks
     return Mesh(tuple(axes), mesh.offset)
+
+
+def by_speed(mesh: Mesh, rows: int | None, cluster: ClusterSpec, seconds: Mapping[DeviceSpec, float]) -> Mesh | None:
+    """The mesh with shares of the rows along the first axis that batches take whose ranks are of several kinds, so that the
+    slowest is done as soon as it can be; None where no kinds differ along one. seconds: of all rows on a device of each kind."""
+    for place, (axis, ranks) in enumerate(mesh.axes):
+        if axis in DATA and ranks > 1 and rows is not None and rows >= ranks:
+            slowest = [0.0] * ranks
+            for rank in range(mesh.offset, mesh.offset + mesh.size):
+                at = mesh.coordinate(rank)[axis]
+                slowest[at] = max(slowest[at], seconds[cluster.device(rank)])
+            if len(set(slowest)) > 1:
+                shares = Shares(apportioned(rows, slowest, rows))
+                return Mesh((*mesh.axes[:place], (axis, shares), *mesh.axes[place + 1 :]), mesh.offset)
+    return None
 
 
 def for_units(mesh: Mesh, program: Program, rules: RuleBook) -> Mesh | None:
