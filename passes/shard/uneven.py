@@ -32,17 +32,19 @@ def balanced(units: int, ranks: int) -> list[int]:
 
 
 def for_rows(mesh: Mesh, rows: int | None) -> Mesh:
-    """The mesh with shares of the rows along the first axis that batches take whose ranks do not divide them. rows: of a
-    microbatch (None: not known)."""
+    """The mesh with shares of the rows along the first axis that batches take whose ranks do not divide them, where it has none
+    that fit. rows: of a microbatch (None: not known)."""
     axes = list(mesh.axes)
     for place, (axis, ranks) in enumerate(axes):
-        if rows is None or isinstance(ranks, Shares) or rows < ranks:
+        if axis not in DATA or ranks == 1:
+            continue
+        if rows is None or rows < ranks or (isinstance(ranks, Shares) and ranks.of(rows) is not None):
             break
-        if axis in DATA and ranks > 1:
-            if rows % ranks:
-                axes[place] = axis, Shares(balanced(rows, ranks))
-                break
-            rows //= ranks
+        axes[place] = axis, int(ranks)
+        if rows % ranks:
+            axes[place] = axis, Shares(balanced(rows, ranks))
+            break
+        rows //= ranks
     return Mesh(tuple(axes), mesh.offset)
 
 
