@@ -259,7 +259,8 @@ def _planned_precision(plan: Plan, options: Options) -> str | None:
 
 
 def _check_batch(request: Request) -> None:
-    """Raises InputError where the batch (of the first input) does not divide by microbatches and data-parallel ranks."""
+    """Raises InputError where the batch (of the first input) does not divide by microbatches, or has no row for some of the
+    data-parallel ranks."""
     options = request.options
     leaves, names, _ = flatten(request.inputs)
     if not leaves:
@@ -270,9 +271,9 @@ def _check_batch(request: Request) -> None:
         return
     size, microbatches = leaves[0].shape[dim], options.microbatches or 1
     ranks = options.least_data_parallel(request.cluster.size)
-    batch = f"batch of {size} (input {names[0] or 0}) is not divisible by"
+    batch = f"batch of {size} (input {names[0] or 0})"
     if size % microbatches:
-        raise InputError(f"{batch} microbatches={microbatches}; choose a divisor of {size}")
-    if size // microbatches % ranks:
+        raise InputError(f"{batch} is not divisible by microbatches={microbatches}; choose a divisor of {size}")
+    if size // microbatches < ranks:
         times = f" times microbatches={microbatches}" if microbatches > 1 else ""
-        raise InputError(f"{batch} dp={ranks}{times}; use a batch that is a multiple, or another mesh")
+        raise InputError(f"{batch} has fewer rows than dp={ranks}{times}; use a larger batch, or another mesh")

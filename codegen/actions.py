@@ -108,7 +108,7 @@ def _shape_and_dtype(line: Line, stage: LoweredStage, printer: Printer, fill: st
     assert type_ is not None
     assert spec is not None
     shape = spec.local_shape(type_.shape, stage.mesh)
-    return f"{shape!r}, {fill}dtype={printer.value(type_.dtype)}, device=rt.device"
+    return f"{printer.value(shape)}, {fill}dtype={printer.value(type_.dtype)}, device=rt.device"
 
 
 def _template_call(line: ir.TemplateCall, stage: LoweredStage) -> str:

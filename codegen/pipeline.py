@@ -16,6 +16,7 @@ from autopar.ir.actions import show_row, splits_backward
 from autopar.ir.by_node import ALL_FLAT, ByNode
 from autopar.ir.lowered import LoweredProgram
 from autopar.ir.program import Conditions, Program
+from autopar.runtime.comm.mesh import told_sizes
 
 
 def pipeline_source(
@@ -50,7 +51,7 @@ def pipeline_source(
         ],
         stages=table_lines(
             [
-                f"dict(file={quoted(f'stages/stage_{s.index}.py')}, mesh={dict(s.mesh.axes)!r}, "
+                f"dict(file={quoted(f'stages/stage_{s.index}.py')}, mesh={told_sizes(s.mesh.sizes)!r}, "
                 f"first_rank={number(s.mesh.offset)})"
                 for s in lowered.stages
             ]

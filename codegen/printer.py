@@ -11,6 +11,7 @@ import torch
 from autopar.codegen.runtime_call import RuntimeCall, call_of, carrier
 from autopar.codegen.text import comment
 from autopar.ir.lines import Compute, Convert, Cut, GoOn, Join, Line, Ref, Site, Start, Wait
+from autopar.ir.mesh import Extent
 from autopar.ops.discover import target_of
 from autopar.ops.registry import AlongAxis, Offset, find
 
@@ -34,8 +35,12 @@ class Printer:
         if isinstance(x, RuntimeCall):
             return self.call(x)
         if isinstance(x, Offset):
+            if x.size:
+                return f"rt.comm.block_start({x.size}, {_axes(x.axes)}){f' + {x.start}' if x.start else ''}"
             start = f" {'-' if x.start < 0 else '+'} {abs(x.start)}" if x.start else ""
             return f"rt.comm.axis_index({_axes(x.axes)}) * {x.chunk}{start}"
+        if isinstance(x, Extent):
+            return f"rt.comm.block_size({x.size}, {_axes(x.axes)})"
         if isinstance(x, AlongAxis):
             return f"rt.along({', '.join(map(repr, x.axes))})"
         if isinstance(x, Site):

@@ -91,7 +91,9 @@ def _collective(line: Convert, start: str = "") -> RuntimeCall:
     """start: what the names of functions that give a handle begin with."""
     step, facts = line.step, line.step.facts
     axis = RuntimeCall("rt.comm.axis_index", (step.axis,)) if facts.by_index else step.axis
-    op = {} if step.reduction == "sum" else {"op": step.reduction}
+    op: dict[str, Any] = {} if step.reduction == "sum" else {"op": step.reduction}
+    if line.whole is not None:
+        op["whole"] = line.whole
     return RuntimeCall(facts.function.format(start=start, kind=step.kind), (Ref(line.value), *step.dims, axis), op)
 
 

@@ -18,6 +18,7 @@ from autopar.ir.lines import Compute, Function, Start
 from autopar.ir.lowered import LoweredStage, LoweredTemplate, Row, StoredParameter
 from autopar.ir.steps import rows
 from autopar.ops.runtime_modules import RUNTIME_MODULES, home_packages
+from autopar.runtime.comm.mesh import told_sizes
 
 _ENVIRONMENT = jinja2.Environment(
     loader=jinja2.PackageLoader("autopar.codegen", "templates"),
@@ -72,7 +73,7 @@ def _source(
             "GRADIENT_SENDS": [p.name for p in stage.gradients_sent],
             "PREPARED": list(stage.prepared),
         },
-        mesh=dict(stage.mesh.axes),
+        mesh=told_sizes(stage.mesh.sizes),
         user_ops=bool(registered_ops(stage)),
         homes=home_packages(RUNTIME_MODULES.keys() & {"ops", *(home_of(line) for line in computed(stage))}),
     )

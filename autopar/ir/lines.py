@@ -140,10 +140,12 @@ class Compute(Line):
 
 @dataclass(frozen=True)
 class Convert(ValueLine):
-    """One step of a value to another spec. node: the value of the template that is converted, or a local name."""
+    """One step of a value to another spec. node: the value of the template that is converted, or a local name. whole: the length
+    of a dim that is gathered from blocks of unequal length."""
 
     step: Step
     node: str = ""
+    whole: int | None = None
 
 
 @dataclass(frozen=True)

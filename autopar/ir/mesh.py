@@ -2,6 +2,9 @@
 
 Two devices as `Mesh.of(dp=2)`; eight as `Mesh.of(dp=2, tp=4)`. Ranks are numbered row-major over the axes, the last
 axis fastest, so the last axis lies on the closest (fastest) links. An *axis* is a mesh's; a *dim* is a tensor's.
+
+The size of an axis may be told with shares, `Mesh.of(dp=Shares((3, 2, 2)))`: dims of 7 units are cut in blocks of 3, 2 and 2
+(`autopar/runtime/comm/mesh.py`). The length of a block is then another on every rank: an `Extent`.
 """
 
 from __future__ import annotations
@@ -9,14 +12,77 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Annotated
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from typing import Annotated, Any
 
 from autopar.errors import ShardingError
-from autopar.runtime.data.fields import Identifier, Pairs, kept
-from autopar.runtime.data.schema import MOST_RANKS, inside, integer, is_identifier, must_be, shown
+from autopar.runtime.comm.mesh import Shares, cut
+from autopar.runtime.data.fields import Form, Identifier, Pairs, kept
+from autopar.runtime.data.schema import MOST_RANKS, inside, integer, is_identifier, listed, must_be, shown
 
-AxisSize = Annotated[int, integer(1, MOST_RANKS)]
+_RANKS, _UNITS = integer(1, MOST_RANKS), listed(listed(integer(1), 2, MOST_RANKS), 1, 64)
+
+
+def _size(data: Any, path: str) -> int:
+    """The size of an axis as a file has it: a number, or lists of units."""
+    if isinstance(data, Shares) or not isinstance(data, list | tuple):
+        return _RANKS(data, path)
+    try:
+        return Shares(*_UNITS(data, path))
+    except ValueError as error:
+        raise must_be(path, f"a number of ranks or lists of their units ({error})", data) from error
+
+
+AxisSize = Annotated[int, Form(_size, lambda size: [*map(list, size.units)] if isinstance(size, Shares) else size)]
+
+
+class Extent(int):
+    """The length of a rank's block of a dim of `size` over `axes` that are cut by shares. As a number, that of the longest."""
+
+    size: int
+    axes: tuple[str, ...]
+
+    def __new__(cls, longest: int, size: int, axes: tuple[str, ...]) -> Extent:
+        extent = super().__new__(cls, longest)
+        extent.size, extent.axes = size, axes
+        return extent
+
+    @property
+    def told(self) -> tuple[int, tuple[str, ...]]:
+        """The size and axes."""
+        return self.size, self.axes
+
+    def __eq__(self, other: object) -> bool:
+        return int(self) == other and (not isinstance(other, Extent) or self.told == other.told)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return int.__hash__(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Extent, (int(self), *self.told)
+
+
+@lru_cache(maxsize=65536)
+def _blocks(size: int, ranks: tuple[int, ...]) -> tuple[int, ...] | int | None:
+    """Lengths of blocks by rank, or of all, of a dim cut by axes of these sizes, major first; None where it does not divide."""
+    every: tuple[int, ...] | int = size
+    for n in ranks:
+        parts = {length: cut(length, n) for length in ({every} if isinstance(every, int) else set(every))}
+        if any(part is None for part in parts.values()):
+            return None
+        if isinstance(every, int) and isinstance(parts[every], int):
+            every = parts[every]  # type: ignore[assignment]
+            continue
+        longer: list[int] = []
+        for length in (every,) if isinstance(every, int) else every:
+            part = parts[length]
+            longer += part if isinstance(part, tuple) else [part] * n  # type: ignore[list-item]
+        every = tuple(longer)
+    return every
 
 
 @dataclass(frozen=True)
@@ -48,7 +114,7 @@ class Mesh:
 
     @staticmethod
     def from_dict(sizes: Mapping[str, int]) -> Mesh:
-        return Mesh(tuple((str(k), int(v)) for k, v in sizes.items()))
+        return Mesh(tuple((str(k), v if isinstance(v, Shares) else int(v)) for k, v in sizes.items()))
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -68,6 +134,56 @@ class Mesh:
         for axis in axes:
             ranks *= sizes[axis]
         return ranks
+
+    @cached_property
+    def uneven(self) -> bool:
+        """Whether an axis is cut by shares."""
+        return any(isinstance(size, Shares) for _, size in self.axes)
+
+    @cached_property
+    def period(self) -> int:
+        """A number of which dims that share the same divisors with it are cut alike."""
+        units = (sum(one) for _, size in self.axes if isinstance(size, Shares) for one in size.units)
+        return math.prod(units, start=self.size)
+
+    def blocks(self, size: int, axes: Iterable[str]) -> tuple[int, ...] | int | None:
+        """Lengths of the blocks of a dim over axes, by rank, or of all where they are equal; None where it does not divide."""
+        return _blocks(size, tuple(self.sizes[axis] for axis in axes))
+
+    def is_uneven(self, size: int, axes: Iterable[str]) -> bool:
+        """Whether ranks hold blocks of unequal length of a dim over axes."""
+        return self.uneven and isinstance(self.blocks(size, axes), tuple)
+
+    def extent(self, size: int, axes: tuple[str, ...]) -> int | None:
+        """The length of a rank's block of a dim over axes; None where it does not divide."""
+        lengths = self.blocks(size, axes)
+        if isinstance(lengths, tuple):
+            return Extent(min(lengths) if self._seen_by_least else max(lengths), size, axes)
+        return lengths
+
+    def parts(self, size: int, axes: tuple[str, ...]) -> int | Fraction:
+        """Into how many parts a dim is cut, of which the longest has its share."""
+        lengths = self.blocks(size, axes) if self.uneven else None
+        return Fraction(size, max(lengths)) if isinstance(lengths, tuple) else self.product(axes)
+
+    @cached_property
+    def seen_by_least(self) -> Mesh:
+        """The same mesh, whose extents are as numbers those of the shortest blocks."""
+        mesh = Mesh(self.axes, self.offset)
+        vars(mesh)["_seen_by_least"] = True
+        return mesh
+
+    @cached_property
+    def _seen_by_least(self) -> bool:
+        return False
+
+    def share_of_longest(self, rank: int) -> float:
+        """How much a rank holds of what the rank with the longest blocks does, by the first list of units of every axis."""
+        where, share = self.coordinate(rank), 1.0
+        for axis, size in self.axes:
+            if isinstance(size, Shares):
+                share *= size.units[0][where[axis]] / max(size.units[0])
+        return share
 
     def stride(self, axis: str) -> int:
         """Distance in ranks between neighbours along `axis`."""
@@ -91,4 +207,4 @@ class Mesh:
         return tuple(ranks)
 
     def __str__(self) -> str:
-        return "×".join(f"{name}={size}" for name, size in self.axes) or "one rank"
+        return "×".join(f"{name}={size:d}" for name, size in self.axes) or "one rank"

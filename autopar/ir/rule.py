@@ -16,10 +16,12 @@ and results, local shapes, and what is owed. Nothing else in the compiler needs 
 from __future__ import annotations
 
 import itertools
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from autopar.errors import ShardingError
 from autopar.ir.mesh import Mesh
@@ -27,6 +29,8 @@ from autopar.ir.spec import Spec
 
 Labels = tuple[tuple[str, ...], ...]
 Strategy = tuple[str, ...]
+Parts = Mapping[str, Any]
+"""Into how many blocks factors are cut: whole numbers, and fractions where blocks are not equal."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +47,13 @@ class Carried:
     """A choice that comes with messages inside the op: one mesh axis shards these factors together.
 
     Of a strategy at most so many `axes` take it, messages going along one after the other, and no other axis shards any of the
-    factors but the first. owed: results that leave as partial sums over these axes.
+    factors but the first. owed: results that leave as partial sums over these axes. uneven: blocks may be of unequal size.
     """
 
     factors: tuple[str, ...]
     owed: tuple[int, ...] = ()
     axes: int = 1
+    uneven: bool = False
 
     @property
     def choice(self) -> str:
@@ -144,9 +149,41 @@ class Rule:
         return frozenset().union(*(self.majors.get(f, frozenset()) for f in factors))
 
     def _divides(self, strategy: Strategy, mesh: Mesh) -> bool:
+        if mesh.uneven:
+            return self._divides_unevenly(strategy, mesh)
         parts = self.parts(strategy, mesh)
         single = all(parts[f] == self.factors[f].size for f in self.needed(f for f, n in parts.items() if n > 1))
         return single and all(self.factors[f].size % n == 0 for f, n in parts.items())
+
+    def _divides_unevenly(self, strategy: Strategy, mesh: Mesh) -> bool:
+        """Whether axes cut every factor, and every dim that contains it, in the same shares. Most choices with messages, and
+        single indices, take equal blocks."""
+        taken = self.taken(strategy, mesh)
+        equal = (c for c in strategy if c.startswith("+") and not self.carries[c].uneven)
+        carried = {f for choice in equal for f in factors_of(choice)}
+        blocks = {f: mesh.blocks(self.factors[f].size, axes) for f, axes in taken.items()}
+        if any(one is None or (isinstance(one, tuple) and f in carried) for f, one in blocks.items()):
+            return False
+        if any(blocks.get(f) != 1 for f in self.needed(taken) if self.factors[f].size > 1):
+            return False
+        for dim in {dim for labels in (*self.operands, *self.results) for dim in labels or ()}:
+            cut = [f for f in dim if f in taken]
+            size = math.prod(self.factors[f].size for f in dim)
+            whole = mesh.blocks(size, tuple(axis for f in cut for axis in taken[f]))
+            inner = size // math.prod(self.factors[f].size for f in cut)
+            if len(cut) == 1 and whole != _times(blocks[cut[0]], inner):
+                return False
+            if len(cut) > 1 and not all(isinstance(one, int) for one in (whole, *(blocks[f] for f in cut))):
+                return False
+        return True
+
+    def taken(self, strategy: Strategy, mesh: Mesh) -> dict[str, tuple[str, ...]]:
+        """The axes of several ranks that shard each factor."""
+        taken: dict[str, tuple[str, ...]] = {}
+        for (axis, size), choice in zip(mesh.axes, strategy, strict=True):
+            for factor in factors_of(choice) if size > 1 else ():
+                taken[factor] = (*taken.get(factor, ()), axis)
+        return taken
 
     def strategies(self, mesh: Mesh) -> list[Strategy]:
         """Every valid strategy on `mesh` (axes of size one take no choice)."""
@@ -180,16 +217,22 @@ class Rule:
                 owed.append((axis, self.factors[choice].reduce))
         return Spec(self._dims(labels, strategy, mesh), tuple(sorted(owed)))
 
-    def parts(self, strategy: Strategy, mesh: Mesh) -> dict[str, int]:
-        """Into how many blocks every factor is cut."""
+    def parts(self, strategy: Strategy, mesh: Mesh) -> Parts:
+        """Into how many blocks every factor is cut; of unequal ones as many as the longest would be."""
+        if mesh.uneven:
+            taken = self.taken(strategy, mesh)
+            return {name: mesh.parts(f.size, taken.get(name, ())) for name, f in self.factors.items()}
         parts = dict.fromkeys(self.factors, 1)
         for (_, size), choice in zip(mesh.axes, strategy, strict=True):
             for factor in factors_of(choice):
                 parts[factor] *= size
         return parts
 
-    def work_parts(self, strategy: Strategy, mesh: Mesh) -> int:
-        """Over how many ranks the op's work is divided."""
+    def work_parts(self, strategy: Strategy, mesh: Mesh) -> Any:
+        """Over how many ranks the op's work is divided; where not equally, over as many as the one with the most would be."""
+        if mesh.uneven:
+            taken = self.taken(tuple(_first(choice) for choice in strategy), mesh)
+            return math.prod((mesh.parts(self.factors[f].size, axes) for f, axes in taken.items()), start=1)
         return mesh.product(a for a, c in zip(mesh.names, strategy, strict=True) if factors_of(c))
 
     def _dims(self, labels: Labels, strategy: Strategy, mesh: Mesh) -> tuple[tuple[str, ...], ...]:
@@ -217,6 +260,16 @@ class Rule:
     def _dim(self, dim: tuple[str, ...]) -> str:
         marked = [f + ("!" if f not in self.shardable else "") for f in dim]
         return "." if not dim else marked[0] if len(dim) == 1 else f"({' '.join(marked)})"
+
+
+def _times(blocks: tuple[int, ...] | int | None, inner: int) -> tuple[int, ...] | int | None:
+    """Blocks of a factor as those of a dim whose other factors have so many indices."""
+    return tuple(n * inner for n in blocks) if isinstance(blocks, tuple) else blocks and blocks * inner
+
+
+def _first(choice: str) -> str:
+    """A choice without the factors beside its first."""
+    return next(iter(factors_of(choice)), "")
 
 
 _TOKEN = re.compile(r"\(|\)|\.|[A-Za-z_]\w*!?(?:<\w+)?")

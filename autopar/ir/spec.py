@@ -15,6 +15,7 @@ parts, of which zeros fill up the last. So a parameter is shared by any number o
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,27 +62,36 @@ class Spec:
         return mesh.product(self.dims[dim])
 
     def local_shape(self, shape: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
-        """Shape held by one rank; a run has as many dims, of which the first is its elements. Raises ShardingError where a dim
-        does not divide."""
+        """Shape held by one rank, with an `Extent` where ranks hold unequal blocks; a run has as many dims, of which the first is
+        its elements. Raises ShardingError where a dim does not divide."""
         if self.run:
             return run_shape(self.block.local_shape(shape, mesh), mesh.product(self.run))
         if not any(self.dims):
             return tuple(shape)
         local = []
         for size, axes in zip(shape, self.dims, strict=True):
-            parts = mesh.product(axes)
-            if size % parts:
+            length = mesh.extent(size, axes) if axes else size
+            if length is None:
                 raise ShardingError(
-                    f"a dim of size {size} cannot be split over {'×'.join(f'{a}={mesh.sizes[a]}' for a in axes)}; "
+                    f"a dim of size {size} cannot be split over {'×'.join(f'{a}={mesh.sizes[a]:d}' for a in axes)}; "
                     f"use axis sizes whose product divides {size}, or let the planner choose"
                 )
-            local.append(size // parts)
+            local.append(length)
         return tuple(local)
 
     def divides(self, shape: tuple[int, ...], mesh: Mesh) -> bool:
-        return all(size % mesh.product(axes) == 0 for size, axes in zip(shape, self.dims, strict=True))
+        pairs = zip(shape, self.dims, strict=True)
+        if mesh.uneven:
+            return all(mesh.blocks(size, axes) is not None for size, axes in pairs)
+        return all(size % mesh.product(axes) == 0 for size, axes in pairs)
+
+    def is_uneven(self, shape: tuple[int, ...], mesh: Mesh) -> bool:
+        """Whether ranks hold blocks of unequal size."""
+        return mesh.uneven and any(mesh.is_uneven(size, axes) for size, axes in zip(shape, self.dims, strict=True))
 
     def local_bytes(self, type_: TensorType, mesh: Mesh) -> int:
+        if mesh.uneven and not self.run:
+            return math.prod(self.local_shape(type_.shape, mesh)) * type_.dtype.itemsize
         parts = 1
         for axes in self.dims:
             parts *= mesh.product(axes)

@@ -13,10 +13,11 @@ which conversions are found, printed, typed and priced.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autopar.ir.mesh import Extent
 from autopar.runtime.comm.reshard import TABLE_STEPS, TableStepKind
 from autopar.runtime.kernels.ops import only_first
 
@@ -84,6 +85,12 @@ STEP_KINDS: dict[str, StepKind] = {
         sends=False,
         copied_s=lambda held, size, dims, copy_s: 2 * copy_s * held if math.prod(dims) % size else 0.0,
     ),
+    "take": StepKind(
+        TABLE_STEPS["take"],
+        "taken",
+        sends=False,
+        copied_s=lambda held, size, dims, copy_s: 0.1 * copy_s * held / size + 1e-9,
+    ),
     "unflatten": StepKind(TABLE_STEPS["unflatten"], "block", sends=False),
 }
 """Every kind of step by its name. Those that the runtime has rows for may be in tables. Those of runs are in tables alone: values
@@ -123,11 +130,17 @@ class Step(_OfKind):
         """The dims that the step changes, as the runtime has them."""
         return ((), (self.dim,), (self.to_dim, self.dim))[len(self.facts.table.dims)]
 
+    @property
+    def moved(self) -> Iterator[tuple[int, int]]:
+        """The tensor dims with how they change."""
+        yield from zip(self.dims, self.facts.table.dims, strict=True)
+
 
 @dataclass(frozen=True)
 class RuntimeStep(_OfKind):
     """One step of a parameter or gradient over `axes`. dims: the tensor dims it is about (none for all_reduce; of an all_to_all
-    the sharded one, then the whole one), or the sizes of a block."""
+    the sharded one, then the whole one), behind the one that is gathered from unequal blocks its length; or the sizes of a
+    block."""
 
     axes: tuple[str, ...]
     dims: tuple[int, ...] = ()
@@ -135,7 +148,12 @@ class RuntimeStep(_OfKind):
     @property
     def row(self) -> tuple[Any, ...]:
         """The step as emitted tables and the runtime have it."""
-        return (self.kind, self.axes, *self.dims)
+        return (self.kind, self.axes, *(dim.told if isinstance(dim, Extent) else dim for dim in self.dims))
+
+    @property
+    def moved(self) -> Iterator[tuple[int, int]]:
+        """The tensor dims with how they change (`TableStepKind.dims`)."""
+        yield from zip(self.dims, self.facts.table.dims, strict=False)
 
 
 AnyStep = Step | RuntimeStep

@@ -108,7 +108,7 @@ def _imbalance(call: OpCall, parts: Mapping[str, int], tile: float) -> float:
     for every row."""
     if not call["causal"]:
         return 1.0
-    blocks, rows = parts.get("s", 1), call.operand("q").shape[2]
+    blocks, rows = math.ceil(parts.get("s", 1)), call.operand("q").shape[2]
     run = rows / (2 * call["order"] if call["order"] else blocks)
     return _busiest_share(blocks, call["order"]) + min(tile, run) / call.operand("k").shape[2]
 

@@ -13,6 +13,7 @@ kernel of its own, and what it gives is put together. Bytes that are read and wr
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 
 from autopar.ir.call import OpCall
@@ -26,7 +27,7 @@ from autopar.runtime.kernels.attention.zigzag import runs
 def merged(call: OpCall, parts: Mapping[str, int], _: Device = CPU) -> Merged | None:
     """The pieces of attention on the rank with the last block of rows. None: one piece is all of it."""
     q, k, v = (call.operand(name) for name in "qkv")
-    of_batch, of_heads, blocks, ranks = (parts.get(factor, 1) for factor in "bhst")
+    of_batch, of_heads, blocks, ranks = (math.ceil(parts.get(factor, 1)) for factor in "bhst")
     count, rows, keys = _of_last_block(q.shape[2], k.shape[2], blocks, ranks, call["causal"], call["order"])
     block_rows, block_keys = q.shape[2] // blocks, k.shape[2] // ranks
     if (count, rows, keys) == (1, block_rows, k.shape[2]):

@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 import torch
 
+from autopar.errors import ShardingError
 from autopar.ir.call import OpCall, Operand
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import Extent, Mesh
 from autopar.ir.ranges import Index, Range
 from autopar.ir.rule import Labels, Rule, Strategy, carried_choices, factors_of
 from autopar.ir.sent import Sent
@@ -32,11 +33,13 @@ Precision = Literal["low", "follow", "round", "norm", "pass", "keep"]
 
 @dataclass(frozen=True)
 class Offset:
-    """First index of this rank's block: (index along `axes`) · `chunk`, added to what an argument is on the whole (`start`)."""
+    """First index of this rank's block: (index along `axes`) · `chunk`, added to what an argument is on the whole (`start`).
+    size: of a dim whose blocks are of unequal length (0: they are equal)."""
 
     axes: tuple[str, ...]
     chunk: int
     start: int = 0
+    size: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,26 +72,29 @@ class Block:
         return {"along": AlongAxis(tuple(axis for axis, _ in self.carried))} if self.carried else {}
 
     def parts(self, factor: str) -> int:
-        """Into how many blocks a factor is cut."""
-        return self.mesh.product(self.axes_of(factor))
+        """Into how many equal blocks a factor is cut. Raises ShardingError where they are not equal."""
+        axes = self.axes_of(factor)
+        if axes and self.mesh.is_uneven(self.rule.factors[factor].size, axes):
+            raise ShardingError(f"{self.call.op} takes no blocks of unequal size of {factor} over {', '.join(axes)}")
+        return self.mesh.product(axes)
 
     def offset(self, factor: str) -> Offset | int:
         """Where this rank's block of `factor` starts (0 when it is not sharded)."""
-        axes = self.axes_of(factor)
+        return self._start(self.rule.factors[factor].size, self.axes_of(factor))
+
+    def _start(self, size: int, axes: tuple[str, ...]) -> Offset | int:
         if not axes or self.mesh.product(axes) == 1:
             return 0
-        return Offset(axes, self.rule.factors[factor].size // self.mesh.product(axes))
+        return Offset(axes, size // self.mesh.product(axes), size=size if self.mesh.is_uneven(size, axes) else 0)
 
     def offsets(self, labels: Labels) -> tuple[Offset | int, ...]:
         """Start of the block in every dim of a tensor with these labels."""
-        starts: list[Offset | int] = []
-        for dim in labels:
-            size, axes = (
-                math.prod(self.rule.factors[f].size for f in dim),
-                tuple(a for f in dim for a in self.axes_of(f)),
+        return tuple(
+            self._start(
+                math.prod(self.rule.factors[f].size for f in dim), tuple(a for f in dim for a in self.axes_of(f))
             )
-            starts.append(Offset(axes, size // self.mesh.product(axes)) if axes else 0)
-        return tuple(starts)
+            for dim in labels
+        )
 
     def result_shape(self, index: int = 0) -> list[int]:
         """Shape of a result on this rank."""
@@ -97,6 +103,40 @@ class Block:
         assert spec is not None
         assert type_ is not None
         return list(spec.local_shape(type_.shape, self.mesh))
+
+
+def told(block: Block) -> dict[str, Any]:
+    """The arguments of an op that are others on a block than on the whole. Raises ShardingError where blocks are of unequal size,
+    and the op is to be told more than a length or a place in a dim."""
+    definition = find(block.call.op)
+    if definition is None or definition.localize is None:
+        return {}
+    changes = definition.localize(block)
+    if block.mesh.uneven and not _alike(changes, definition.localize(replace(block, mesh=block.mesh.seen_by_least))):
+        raise ShardingError(
+            f"{block.call.op} cannot be told of blocks of unequal size; take ranks that divide its dims"
+        )
+    return changes
+
+
+def _alike(longest: Any, shortest: Any) -> bool:
+    """Whether arguments are the same on ranks with the longest and the shortest blocks, or lengths of blocks of the same dims."""
+    if isinstance(longest, dict):
+        return all(_alike(value, shortest[name]) for name, value in longest.items())
+    if isinstance(longest, (list, tuple)):
+        return all(_alike(*both) for both in zip(longest, shortest, strict=True))
+    if isinstance(longest, Extent):
+        return isinstance(shortest, Extent) and longest.told == shortest.told
+    return not isinstance(shortest, Extent) and bool(longest == shortest)
+
+
+def takes_blocks(block: Block) -> bool:
+    """Whether an op can be told of its blocks (`told`)."""
+    try:
+        told(block)
+    except ShardingError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

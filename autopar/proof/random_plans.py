@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from autopar.errors import PlanError
 from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
 from autopar.passes.lower.cut import cut, cut_points
 from autopar.passes.lower.pipeline import lower
 from autopar.passes.price.pricer import Pricer, Pricers
@@ -16,8 +17,15 @@ from autopar.passes.search.pieces import PIECES, in_pieces
 from autopar.passes.shard.graph import FactorGraph
 from autopar.passes.shard.plans import stage_plan
 from autopar.passes.shard.problem import Problem
+from autopar.passes.shard.uneven import balanced
 from autopar.plan import OVERLAPS, Plan
 from autopar.program import ParallelProgram
+from autopar.runtime.comm.mesh import Shares
+
+UNEVEN = 1 / 3
+"""Share of random stages whose axes are cut by shares."""
+MOST_UNITS = 512
+"""The largest size of a dim for which random plans have shares."""
 
 
 def random_plan(
@@ -28,11 +36,14 @@ def random_plan(
     Stages are cut anywhere, groups may be of unequal size, every group may run two stages, and the schedule is any that
     fits. Half of the gradients are reduced after every microbatch, and half of the parameters that may rest in runs of
     elements do. Half of the plans have blocks in pieces, and insist on these and on the lines that run beside
-    messages. pp forces the number of groups (as far as the model can be cut), schedule its name,
+    messages. A third of the stages have axes that are cut by shares. pp forces the number of groups (as far as the model
+    can be cut), schedule its name,
     pieces their number; schedules of several stages per group get two. Raises PlanError where a forced schedule has too few
     places to cut.
     """
-    rng, reduced, in_runs = (random.Random(s) for s in (seed, f"by microbatch {seed}", f"runs {seed}"))
+    rng, reduced, in_runs, uneven = (
+        random.Random(s) for s in (seed, f"by microbatch {seed}", f"runs {seed}", f"shares {seed}")
+    )
     ir, ranks, m = program.ir, program.cluster.size, program.plan.microbatches
     points = sorted(cut_points(ir))
     most = min(ranks, len(points) + 1, 4)
@@ -58,6 +69,8 @@ def random_plan(
     for part, span, group in zip(cut(ir, ranges), ranges, order, strict=True):
         mesh = random_mesh(sizes[group], rng)
         mesh = Mesh(mesh.axes, sum(sizes[:group]))
+        if uneven.random() < UNEVEN:
+            mesh = with_shares(mesh, part, uneven)
         problem = Problem(part, Pricer(program.cluster, mesh), program.rules, program.setting)
         stage = stage_plan(problem, random_choice(problem.graph, rng, in_runs), span)
         overlap = OVERLAPS[seed % len(OVERLAPS)]
@@ -111,6 +124,22 @@ def random_mesh(ranks: int, rng: random.Random) -> Mesh:
     axes[0] = (axes[0][0], axes[0][1] * rest)
     rng.shuffle(axes)
     return Mesh(tuple(axes))
+
+
+def with_shares(mesh: Mesh, program: Program, rng: random.Random) -> Mesh:
+    """The mesh with random shares along axes of several ranks, for up to two sizes that indices of the program's ops have; half
+    of them as equal as they can be."""
+    calls = (call for t in program.templates.values() for call in t.op_calls.values())
+    found = {size for call in calls for t in (*call.operands, *call.results) if t is not None for size in t.shape}
+    axes = []
+    for axis, ranks in mesh.axes:
+        fit = sorted(size for size in found if ranks < size <= MOST_UNITS)
+        if ranks > 1 and fit:
+            units = rng.sample(fit, min(len(fit), rng.randint(1, 2)))
+            shares = (balanced(n, ranks) if rng.random() < 0.5 else _composition(n, ranks, rng) for n in units)
+            ranks = Shares(*shares)
+        axes.append((axis, ranks))
+    return Mesh(tuple(axes), mesh.offset)
 
 
 def _trained_by(chunks: int) -> list[str]:

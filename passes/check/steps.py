@@ -27,9 +27,10 @@ def stepped(spec: Spec, step: AnyStep, mesh: Mesh, what: str, flat: bool = False
             need(partial.pop(axis, None) == owed, "nothing of that kind is owed over the axis")
         elif 1 not in facts.table.dims:
             need(axis not in spec.axes, "the axis is in use")
-        for dim, grows in zip(step.dims, facts.table.dims, strict=True):
+        for dim, grows in step.moved:
             held = run if flat else dims[dim]
             need(not flat or dim == 0, "a run is along dim 0")
+            need(flat or not facts.table.of_runs, "there are no runs to take from")
             if grows > 0:
                 need(held[-1:] == (axis,), "the axis is not the minor-most of that dim")
             held = held[:-1] if grows > 0 else (*held, axis)

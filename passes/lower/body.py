@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import fx
 
-from autopar.errors import PlanError
+from autopar.errors import PlanError, ShardingError
 from autopar.ir.call import bind
 from autopar.ir.lines import Compute, Function, Line, Ref, Site
 from autopar.ir.program import Template, op_name, operand_nodes, resolve, result_types
 from autopar.ir.rule import carried_choices
 from autopar.ir.spec import Spec
-from autopar.ops.registry import Block, find
+from autopar.ops.registry import Block, find, told
 from autopar.passes.lower.convert import Converter, cast
 from autopar.passes.lower.names import Names
 from autopar.passes.price.link_clock import op_seconds
@@ -187,9 +187,11 @@ class Body:
             wanted = rule.operand_spec(i, strategy, mesh)
             assert wanted is not None
             operands.append(self._converted(local, operand.name, spec, wanted, phase, source))
-        definition = find(call.op)
-        localize = definition.localize if definition is not None else None
-        arguments = local_arguments(node, operands, localize(Block(call, rule, strategy, mesh)) if localize else {})
+        try:
+            changes = told(Block(call, rule, strategy, mesh))
+        except ShardingError as error:
+            raise PlanError(f"{self.template.name}.{node.name}: {error}") from error
+        arguments = local_arguments(node, operands, changes)
         results = {
             i: value
             for i, value in value_names(node).items()

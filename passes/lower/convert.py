@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from autopar.ir.lines import Compute, Convert, Line, Ref
+from autopar.ir.mesh import Mesh
 from autopar.ir.spec import Spec
 from autopar.ir.steps import RuntimeStep, Step
 from autopar.ir.types import TensorType
@@ -29,12 +31,20 @@ class Converter:
             key = (name, spec)
             if key not in self._converted:
                 out = self.names.fresh(f"{stem}_{step.facts.noun}")
-                self.append(
-                    Convert(name, step, stem, outs=(out,), types=(type_,), specs=(spec,), phase=phase, source=source)
-                )
+                whole = gathered_extent(step, type_, spec, self.pricer.mesh)
+                made = Convert(name, step, stem, whole, outs=(out,), types=(type_,), specs=(spec,))
+                self.append(replace(made, phase=phase, source=source))
                 self._converted[key] = out
             name = self._converted[key]
         return name
+
+
+def gathered_extent(step: Step, type_: TensorType, spec: Spec, mesh: Mesh) -> int | None:
+    """The length of a dim that is gathered from unequal blocks, or None. spec: after the step."""
+    if step.kind != "all_gather" or not mesh.uneven:
+        return None
+    size, axes = type_.shape[step.dim], spec.dims[step.dim]
+    return mesh.extent(size, axes) if mesh.is_uneven(size, (*axes, step.axis)) else None
 
 
 def cast(value: str, out: str, type_: TensorType, spec: Spec, phase: str, source: str) -> Compute:
@@ -63,21 +73,22 @@ def table_steps(
     if before == after:
         return ()
     there = owed_block(before, after) if after.run else after
-    between = runtime_steps(path(pricer, type_, before.block, there, joined, compression))
+    between = runtime_steps(path(pricer, type_, before.block, there, joined, compression), type_, pricer.mesh)
     if between is None:
         return None
     gathers = gather_steps(before, type_.shape, pricer.mesh)
     return (*gathers, *between, *scatter_steps(there, after, type_.shape, pricer.mesh))
 
 
-def runtime_steps(steps: list[tuple[Step, Spec]]) -> tuple[RuntimeStep, ...] | None:
+def runtime_steps(steps: list[tuple[Step, Spec]], type_: TensorType, mesh: Mesh) -> tuple[RuntimeStep, ...] | None:
     """Steps for the runtime's tables, or None when one of them has no table form."""
     table: list[RuntimeStep] = []
-    for step, _ in steps:
+    for step, after in steps:
         if step.kind not in TABLE_STEPS:
             return None
         if not step.dims and table and table[-1].kind == step.kind:
             table[-1] = RuntimeStep(step.kind, (*table[-1].axes, step.axis))
         else:
-            table.append(RuntimeStep(step.kind, step.axes, step.dims))
+            whole = gathered_extent(step, type_, after, mesh)
+            table.append(RuntimeStep(step.kind, step.axes, step.dims if whole is None else (*step.dims, whole)))
     return tuple(table)

@@ -26,6 +26,7 @@ from typing import Any
 
 from autopar.ir.call import OpCall
 from autopar.ir.lines import Compute, Convert, Cut, Function, Join, Line, Ref, Site
+from autopar.ir.mesh import Extent
 from autopar.ir.rule import Labels
 from autopar.ir.types import TensorType
 from autopar.ops.registry import AlongAxis, Block, Offset, find
@@ -238,7 +239,8 @@ class _Pieces:
     def _divides(self, name: str, dim: int) -> bool:
         """Whether every rank's block of a value has equal pieces."""
         type_, spec = self.types[name]
-        return name in self.parts or spec.local_shape(type_.shape, self.mesh)[dim] % self.count == 0
+        length = spec.local_shape(type_.shape, self.mesh)[dim]
+        return name in self.parts or (length % self.count == 0 and not isinstance(length, Extent))
 
     def _splits(self, line: Compute, call: OpCall) -> Iterator[_Split]:
         """Factors of an op that hold the pieces of its operands."""
@@ -288,4 +290,4 @@ def _is_placed(value: Any) -> bool:
     """Whether an argument depends on which piece it is for."""
     if isinstance(value, (tuple, list)):
         return any(map(_is_placed, value))
-    return isinstance(value, (Offset, AlongAxis)) and PIECE in value.axes
+    return isinstance(value, (Offset, AlongAxis, Extent)) and PIECE in value.axes

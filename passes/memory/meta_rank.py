@@ -11,6 +11,7 @@ import torch
 
 from autopar.codegen.runtime_call import RuntimeCall
 from autopar.ir.lines import Ref, Site
+from autopar.ir.mesh import Extent
 from autopar.ops.registry import AlongAxis, Offset
 from autopar.ops.runtime_modules import RUNTIME_MODULES
 from autopar.passes.played.meta_comm import MetaComm
@@ -58,6 +59,10 @@ class MetaRank:
                 return values[name]
             case RuntimeCall():
                 return self.result(x, values)
+            case Offset(axes, _, start, size) if size:
+                return self.comm.block_start(size, axes) + start
+            case Extent():
+                return self.comm.block_size(*x.told)
             case Offset(axes, chunk, start):
                 return self.comm.axis_index(axes[0] if len(axes) == 1 else axes) * chunk + start
             case AlongAxis(axes):

@@ -107,7 +107,7 @@ def _unreduced_shape(p: StoredParameter, mesh: Mesh) -> list[int]:
         if step.facts.table.of_block:
             shape = list(step.dims)
             continue
-        for dim, grows in zip(step.dims, step.facts.table.dims, strict=True):
+        for dim, grows in step.moved:
             shape[dim] = shape[dim] // size if grows > 0 else shape[dim] * size
     return shape
 

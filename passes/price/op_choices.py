@@ -11,6 +11,7 @@ import numpy as np
 from autopar.ir.call import OpCall
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Rule, Strategy
+from autopar.ops.registry import Block, takes_blocks
 from autopar.passes.price.op_seconds import OpSeconds
 from autopar.passes.rules.alphabet import distinct, shards
 from autopar.passes.rules.strategy_table import strategy_table
@@ -67,7 +68,15 @@ def op_choices(
     table = strategy_table(rule, mesh)
     parts = table.parts(mesh)
     sizes = np.array([f.size for f in rule.factors.values()], int)
-    kept = np.flatnonzero(((sizes % parts == 0) & (~table.single | (sizes == parts))).all(1))
+    if mesh.uneven:
+        kept = np.flatnonzero(
+            [
+                rule.allows(strategy, mesh) and takes_blocks(Block(call, rule, strategy, mesh))
+                for strategy in table.strategies
+            ]
+        )
+    else:
+        kept = np.flatnonzero(((sizes % parts == 0) & (~table.single | (sizes == parts))).all(1))
     operands, results = (
         tuple(None if n is None else n[kept] for n in numbers) for numbers in (table.operands, table.results)
     )
@@ -78,7 +87,10 @@ def op_choices(
         for type_, numbers in zip(call.results, results, strict=True)
     )
     strategies = tuple(table.strategies[i] for i in kept.tolist())
-    blocks = [dict(zip(rule.factors, row, strict=True)) for row in parts[kept].tolist()]
+    if mesh.uneven:
+        blocks = [rule.parts(strategy, mesh) for strategy in strategies]
+    else:
+        blocks = [dict(zip(rule.factors, row, strict=True)) for row in parts[kept].tolist()]
     computed_s = np.array([seconds.on_block(*one) for one in zip(blocks, strategies, strict=True)])
     if rule.carries:
         sent = np.array([sent_s(*one) for one in zip(strategies, computed_s, strict=True)])

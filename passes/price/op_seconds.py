@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,7 +13,7 @@ from autopar.costmodel import compute
 from autopar.costmodel.software import Software
 from autopar.ir.call import OpCall
 from autopar.ir.mesh import Mesh
-from autopar.ir.rule import Rule, Strategy, carried_choices
+from autopar.ir.rule import Parts, Rule, Strategy, carried_choices
 from autopar.ir.types import dtype_name
 from autopar.ops.registry import Grouped, OpDef, find
 from autopar.passes.price.mixtures import moved_bytes, work_share
@@ -40,19 +39,19 @@ class OpSeconds:
         """A lower bound on device-seconds however the op is sharded: its products at peak, launches left out."""
         return 0.0 if self._facts.free or self._facts.work is None else self._work[0] / self.device.peak(self._dtype)
 
-    def grouped(self, parts: Mapping[str, int], strategy: Strategy) -> Grouped | None:
+    def grouped(self, parts: Parts, strategy: Strategy) -> Grouped | None:
         """The rows that it computes in groups on a rank, where it does."""
         grouped = self._facts.grouped
         return None if grouped is None else grouped(self.call, parts, self.rule.work_parts(strategy, self.mesh))
 
-    def on_block(self, parts: Mapping[str, int], strategy: Strategy) -> float:
+    def on_block(self, parts: Parts, strategy: Strategy) -> float:
         """Seconds on one rank. parts: into how many every factor is cut (`Rule.parts`)."""
         facts, call, device, software = self._facts, self.call, self.device, self.software
         if facts.free:
             return 0.0
         flops, kind, groups = self._work
         share = self.rule.work_parts(strategy, self.mesh)
-        moved = [whole_bytes / math.prod(parts[f] for f in factors) for whole_bytes, factors in self._tensors]
+        moved = [float(whole_bytes / math.prod(parts[f] for f in factors)) for whole_bytes, factors in self._tensors]
         if facts.picks:
             moved[0] = min(moved[0], moved[-1])
         filled_s = 0.0
@@ -108,7 +107,7 @@ class OpSeconds:
         ]
 
 
-def _product(groups: tuple[tuple[str, ...], ...], rule: Rule, parts: Mapping[str, int]) -> tuple[int, ...] | None:
+def _product(groups: tuple[tuple[str, ...], ...], rule: Rule, parts: Parts) -> tuple[int, ...] | None:
     """Sizes of a product on a block, each of all of its factors."""
     known = ([f for f in factors if f in rule.factors] for factors in groups)
     return tuple(max(math.prod(rule.factors[f].size // parts[f] for f in own), 1) for own in known) or None

@@ -16,6 +16,7 @@ import numpy as np
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.spec import REDUCTIONS, Spec
+from autopar.runtime.comm.mesh import Shares
 
 BIT = {op: 1 << i for i, op in enumerate(REDUCTIONS)}
 """Reductions as bits of a set."""
@@ -61,9 +62,10 @@ def shared_axes(mesh: Mesh) -> tuple[str, ...]:
 @dataclass(frozen=True, eq=False)
 class Shards:
     """The specs of an alphabet on one mesh. per_dim[n, dim]: into how many shards spec n cuts a dim; total[n]: into how many
-    it cuts the tensor."""
+    it cuts the tensor. An axis that is cut by shares counts as many as its longest block would be of."""
 
     letters: Alphabet
+    mesh: Mesh
     per_dim: np.ndarray
     total: np.ndarray
 
@@ -73,16 +75,24 @@ class Shards:
 
     def divide(self, shape: Sequence[int]) -> np.ndarray:
         """Per spec whether it divides the dims of a tensor."""
+        if self.mesh.uneven:
+            return np.array([spec.divides(tuple(shape), self.mesh) for spec in self.letters.specs])
         return (np.array(shape, int) % self.per_dim == 0).all(1)
 
 
 @lru_cache(maxsize=4096)
 def shards(axes: tuple[tuple[str, int], ...], rank: int) -> Shards:
     """The specs of a tensor of so many dims on a mesh with these axes."""
-    sizes = tuple(size for _, size in axes if size > 1)
+    mesh = Mesh(axes)
+    sizes = np.array([_counts(size) for _, size in axes if size > 1])
     letters = alphabet(tuple(name for name, size in axes if size > 1), rank)
-    per_dim = np.where(letters.sharded, sizes, 1).prod(2, dtype=int)
-    return Shards(letters, per_dim, per_dim.prod(1, dtype=int))
+    per_dim = np.where(letters.sharded, sizes, 1).prod(2)
+    return Shards(letters, mesh, per_dim, per_dim.prod(1))
+
+
+def _counts(size: int) -> int | float:
+    """As how many ranks an axis counts."""
+    return sum(size.units[0]) / max(size.units[0]) if isinstance(size, Shares) else size
 
 
 @lru_cache(maxsize=1024)

@@ -35,7 +35,7 @@ def neighbours(spec: Spec, axes: tuple[str, ...]) -> Iterable[tuple[Step, Spec]]
         rest = tuple(p for p in spec.partial if p[0] != axis)
         free = [i for i, s in enumerate(dims) if i != taken and not (s and order[s[-1]] > order[axis])]
         for kind, facts in STEP_KINDS.items():
-            if facts.table.of_block:
+            if facts.table.of_block or facts.table.of_runs:
                 continue
             if (taken is not None) != (1 in facts.table.dims) or (owed is not None) != (facts.owes < 0):
                 continue
@@ -103,11 +103,23 @@ class Lattice:
         here = (source >= 0) & (target >= 0)
         base = mesh.size + 1
         alike, which = np.unique(steps.kind[here] * base + on_mesh.total[steps.source[here]], return_inverse=True)
-        kinds = [(steps.kinds[key // base], nbytes // (key % base)) for key in alike.tolist()]
+        kinds = [(steps.kinds[int(key // base)], nbytes // (key % base)) for key in alike.tolist()]
         seconds = [step_cost(step, held, mesh.sizes[step.axis], cost, copy_s) for step, held in kinds]
         self.costs[source[here], target[here]] = np.array(seconds)[which]
+        if mesh.uneven:
+            self._leave_out_uneven(tuple(shape), mesh)
         self._next = np.tile(np.arange(n), (n, 1))
         self._shortest()
+
+    def _leave_out_uneven(self, shape: tuple[int, ...], mesh: Mesh) -> None:
+        """Blocks of unequal length are cut and gathered; other messages take equal ones."""
+        specs, place = self.specs, self.places
+        for (n, m), step in self._steps.between.items():
+            a, b = place[n], place[m]
+            if a < 0 or b < 0 or step.kind in ("shard", "all_gather", "all_reduce", "to_partial"):
+                continue
+            if any(mesh.is_uneven(shape[dim], s.dims[dim]) for dim in step.dims for s in (specs[a], specs[b])):
+                self.costs[a, b] = np.inf
 
     @cached_property
     def specs(self) -> tuple[Spec, ...]:

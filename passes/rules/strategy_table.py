@@ -36,7 +36,7 @@ class StrategyTable:
 
     def parts(self, mesh: Mesh) -> np.ndarray:
         """Per strategy and factor into how many parts it is cut on a mesh."""
-        sizes = [size for _, size in mesh.axes if size > 1]
+        sizes = [int(size) for _, size in mesh.axes if size > 1]
         return np.asarray(np.where(self.sharded, sizes, 1).prod(2, dtype=int))
 
 

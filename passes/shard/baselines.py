@@ -50,20 +50,20 @@ class Baseline:
         self.context: Mapping[OpKey, frozenset[str]] = {}
         self.experts = AxisChoices({}, frozenset())
         if mesh.sizes.get(CONTEXT, 1) > 1:
-            self.context = context_parallel(program, rules, dims, batch, mesh.sizes[CONTEXT])
+            self.context = context_parallel(program, rules, dims, batch, mesh, CONTEXT)
         if mesh.sizes.get(EXPERTS, 1) > 1:
-            self.experts = expert_parallel(program, rules, batch, mesh.sizes[EXPERTS])
+            self.experts = expert_parallel(program, rules, batch, mesh, EXPERTS)
             if not self.experts.choices:
                 raise InfeasibleError(
                     f"strategy {strategy!r} on mesh {mesh}: no mixture of experts has tokens and experts that divide by "
                     f"{EXPERTS}={mesh.sizes[EXPERTS]}; take a divisor, or name the axis dp"
                 )
         if strategy in MEGATRON and mesh.axes[-1][1] > 1:
-            self.tensor = tensor_parallel(program, rules, dims, batch, mesh.axes[-1][1])
+            self.tensor = tensor_parallel(program, rules, dims, batch, mesh, mesh.names[-1])
         self.data_axes = mesh.names if self.tensor is None else mesh.names[:-1]
-        rows = mesh.product(axis for axis in self.data_axes if axis != CONTEXT)
+        rows = tuple(axis for axis in self.data_axes if axis != CONTEXT)
         calls = {(t.name, op): call for t in program.templates.values() for op, call in t.op_calls.items()}
-        self.data_choices = {op: _data_choices(rules.rule(calls[op]), held, rows) for op, held in batch.items()}
+        self.data_choices = {op: _data_choices(rules.rule(calls[op]), held, mesh, rows) for op, held in batch.items()}
         self.by_axis = dict.fromkeys(self.data_axes, self.data_choices) | {
             CONTEXT: self.context,
             EXPERTS: {**self.data_choices, **self.experts.choices},
@@ -96,9 +96,9 @@ class Baseline:
     def _allows_tensor_shards(self, name: str, storage: Spec, optimizer: Spec) -> bool:
         """Weights of products and look-ups rest in shards, what else has two dims whole; vectors (biases) follow their use."""
         assert self.tensor is not None
-        axis, size = self.mesh.axes[-1]
+        axis = self.mesh.names[-1]
         held, shape = any(axis in dim for dim in storage.dims), self.program.parameters[name].type.shape
-        if name in self.tensor.sharded and any(n % size == 0 for n in shape):
+        if name in self.tensor.sharded and any(self.mesh.blocks(n, (axis,)) is not None for n in shape):
             return held and _alike_along(axis, storage, optimizer)
         return _alike_along(axis, storage, optimizer) and (len(shape) == 1 or not held)
 
@@ -119,8 +119,13 @@ class Baseline:
         ranks = self.mesh.product(axes)
         shards = [self.mesh.product(a for a in dim if a in axes) for dim in spec.dims]
         free = [n for n, dim in zip(shape, spec.dims, strict=True) if set(dim) <= set(axes)]
-        if any(n % ranks == 0 and n >= ranks for n in free):
+        if any(isinstance(self.mesh.blocks(n, axes), int) and n >= ranks for n in free):
             return max(shards) == ranks
+        if any(
+            not set(dim).isdisjoint(axes) and self.mesh.is_uneven(n, dim)
+            for n, dim in zip(shape, spec.dims, strict=True)
+        ):
+            return False
         own = self.mesh.product(axis for dim in spec.dims for axis in dim if axis not in axes)
         return spec.axes.issuperset(a for a in axes if self.mesh.sizes[a] > 1) or prod(shape) // own < ranks
 
@@ -131,10 +136,12 @@ def _alike_along(axis: str, storage: Spec, optimizer: Spec) -> bool:
     return held == updated and axis not in optimizer.run
 
 
-def _data_choices(rule: Rule, batch: Collection[str], ranks: int) -> frozenset[str]:
-    """The choices that axes of so many ranks have which take the batch: its factors, also with messages, where they divide; else
+def _data_choices(rule: Rule, batch: Collection[str], mesh: Mesh, axes: tuple[str, ...]) -> frozenset[str]:
+    """The choices that axes have which take the batch: its factors, also with messages, where they divide; else
     what splits no operand (factors that only results have, as constants do, partial sums that pass), or nothing."""
     taking = (c for c in (*rule.shardable, *rule.carries) if set(factors_of(c)) <= set(batch))
-    dividing = frozenset(c for c in taking if all(rule.factors[f].size % ranks == 0 for f in factors_of(c)))
+    dividing = frozenset(
+        c for c in taking if all(mesh.blocks(rule.factors[f].size, axes) is not None for f in factors_of(c))
+    )
     free = (c for c in rule.choices() if c not in rule.carries)
     return dividing or frozenset(c for c in free if c not in rule.contracted or c in batch)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program, Template, operand_values
 from autopar.ir.rule import Labels, Rule, factors_of
 from autopar.ops.registry import find
@@ -40,9 +41,14 @@ class AxisChoices:
 
 
 def tensor_parallel(
-    program: Program, rules: RuleBook, dims: Mapping[str, Dims], batch: Mapping[OpKey, Mapping[str, Part]], size: int
+    program: Program,
+    rules: RuleBook,
+    dims: Mapping[str, Dims],
+    batch: Mapping[OpKey, Mapping[str, Part]],
+    mesh: Mesh,
+    axis: str,
 ) -> AxisChoices:
-    """dims: where values hold the batch. batch: per op the factors that are the batch. size: of the axis."""
+    """dims: where values hold the batch. batch: per op the factors that are the batch."""
     choices: dict[OpKey, frozenset[str]] = {}
     slots: set[Slot] = set()
     for template in program.templates.values():
@@ -56,7 +62,7 @@ def tensor_parallel(
                 for c in rule.choices()
                 if c not in batch[key]
                 and (c not in rule.carries or weight.issuperset(factors_of(c)))
-                and _divides(rule, c, size)
+                and _divides(rule, c, mesh, axis)
             }
             of_weight = {c for c in possible if factors_of(c) and weight.issuperset(factors_of(c))}
             if of_weight:
@@ -67,9 +73,9 @@ def tensor_parallel(
 
 
 def expert_parallel(
-    program: Program, rules: RuleBook, batch: Mapping[OpKey, Mapping[str, Part]], size: int
+    program: Program, rules: RuleBook, batch: Mapping[OpKey, Mapping[str, Part]], mesh: Mesh, axis: str
 ) -> AxisChoices:
-    """The choices of ops that can carry along an axis of so many ranks, which shards their weights together with the batch.
+    """The choices of ops that can carry along an axis, which shards their weights together with the batch.
     batch: as above."""
     choices: dict[OpKey, frozenset[str]] = {}
     slots: set[Slot] = set()
@@ -80,7 +86,7 @@ def expert_parallel(
             carrying = frozenset(
                 choice
                 for choice, carried in rule.carries.items()
-                if carried.factors[0] in batch[key] and len(carried.factors) > 1 and _divides(rule, choice, size)
+                if carried.factors[0] in batch[key] and len(carried.factors) > 1 and _divides(rule, choice, mesh, axis)
             )
             if carrying:
                 choices[key] = carrying
@@ -89,9 +95,14 @@ def expert_parallel(
 
 
 def context_parallel(
-    program: Program, rules: RuleBook, dims: Mapping[str, Dims], batch: Mapping[OpKey, Mapping[str, Part]], size: int
+    program: Program,
+    rules: RuleBook,
+    dims: Mapping[str, Dims],
+    batch: Mapping[OpKey, Mapping[str, Part]],
+    mesh: Mesh,
+    axis: str,
 ) -> Mapping[OpKey, frozenset[str]]:
-    """The choices of ops along an axis of so many ranks that takes neither the batch nor weights. dims, batch: as above."""
+    """The choices of ops along an axis that takes neither the batch nor weights. dims, batch: as above."""
     choices: dict[OpKey, frozenset[str]] = {}
     for template in program.templates.values():
         held = dims.get(template.name, {})
@@ -101,7 +112,7 @@ def context_parallel(
             of_weight = _weight_factors(template, node, rule, held, origins)
             taken = {*batch[key], *of_weight}
             choices[key] = frozenset(
-                c for c in rule.choices() if taken.isdisjoint(factors_of(c)) and _divides(rule, c, size)
+                c for c in rule.choices() if taken.isdisjoint(factors_of(c)) and _divides(rule, c, mesh, axis)
             )
     return choices
 
@@ -164,5 +175,5 @@ def _factors(tensors: Iterable[Labels | None]) -> set[str]:
     return {f for labels in tensors for dim in labels or () for f in dim}
 
 
-def _divides(rule: Rule, choice: str, size: int) -> bool:
-    return all(rule.factors[f].size % size == 0 for f in factors_of(choice))
+def _divides(rule: Rule, choice: str, mesh: Mesh, axis: str) -> bool:
+    return all(mesh.blocks(rule.factors[f].size, (axis,)) is not None for f in factors_of(choice))

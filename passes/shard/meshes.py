@@ -17,6 +17,7 @@ from autopar.cluster import ClusterSpec
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.options import Options
+from autopar.passes.shard.uneven import for_rows
 
 REPLICA = "replica"
 """The axis over the odd part of a number of ranks."""
@@ -44,7 +45,7 @@ def candidate_meshes(
     whole, ranks = ranks is None, cluster.size if ranks is None else ranks
     forced = options.forced_mesh(ranks, cluster.size)
     if forced is not None:
-        return [forced]
+        return [for_rows(forced, rows)]
     meshes = [Mesh.of(dp=ranks)]
     fast = cluster.levels[0].group_size if cluster.levels else ranks
     inner = sorted({k for k in (2, 4, 8, fast) if 1 < k < ranks and ranks % k == 0 and k <= fast}, reverse=True)
@@ -55,7 +56,7 @@ def candidate_meshes(
     odd = odd_part(ranks)
     if 1 < odd < ranks and (odd, ranks // odd) not in {tuple(mesh.sizes.values()) for mesh in meshes}:
         meshes.append(Mesh.of(**{REPLICA: odd, "dp": ranks // odd}))
-    return meshes
+    return [for_rows(mesh, rows) for mesh in meshes]
 
 
 def _context_meshes(ranks: int, rows: int, fast: int, inner: Sequence[int]) -> list[Mesh]:

@@ -29,7 +29,7 @@ from .backends import backend_of
 from .calls import Call, Handle, Message, Posted, Watcher
 from .collectives import COLLECTIVES
 from .hierarchical import TwoLevels
-from .mesh import Group, group_ranks, mesh_index, mesh_size
+from .mesh import Group, cut, group_ranks, interval, mesh_index, mesh_size
 from .reductions import REDUCTIONS
 
 T = TypeVar("T")
@@ -96,6 +96,22 @@ class Comm(ABC):
     def axis_index(self, axes: Axes) -> int:
         return self.group(axes).index
 
+    def block_size(self, size: int, axes: Axes) -> int:
+        """How much of a dim of this size this rank holds. Raises RuntimeProgramError where it does not divide."""
+        start, stop = self._block(size, axes)
+        return stop - start
+
+    def block_start(self, size: int, axes: Axes) -> int:
+        """Where what this rank holds of a dim of this size begins. Raises RuntimeProgramError where it does not divide."""
+        return self._block(size, axes)[0]
+
+    def _block(self, size: int, axes: Axes) -> tuple[int, int]:
+        group = self.group(axes)
+        block = interval(size, group.axes, self.mesh, self.position)
+        if block is None:
+            raise RuntimeProgramError(f"a dim of size {size} cannot be split over {group}")
+        return block
+
     def excused(self, why: str) -> AbstractContextManager[None]:
         """A context in which this rank may take its time, as files are slow: others wait, and nobody ends because of it."""
         return nullcontext()
@@ -111,9 +127,9 @@ class Comm(ABC):
         """The elementwise sum, max or min of every member's x."""
         return self.start_all_reduce(x, axes, op, site).wait()
 
-    def all_gather(self, x: Tensor, dim: int, axes: Axes, site: str = "") -> Tensor:
-        """Every member's x, joined along dim in member order."""
-        return self.start_all_gather(x, dim, axes, site).wait()
+    def all_gather(self, x: Tensor, dim: int, axes: Axes, whole: int | None = None, site: str = "") -> Tensor:
+        """Every member's x, joined along dim in member order. whole: size of dim after it, where members' may differ."""
+        return self.start_all_gather(x, dim, axes, whole, site).wait()
 
     def reduce_scatter(self, x: Tensor, dim: int, axes: Axes, op: str = "sum", site: str = "") -> Tensor:
         """This member's chunk along dim of the reduced x."""
@@ -146,9 +162,9 @@ class Comm(ABC):
         group = self.group(axes)
         if group.size == 1:
             return x
-        dim = self._check_split(x, dim, group, "shard")
-        size = x.shape[dim] // group.size
-        return x.narrow(dim, group.index * size, size).contiguous()
+        dim = self._check_dim(x, dim, "shard")
+        start, stop = self._block(x.shape[dim], axes)
+        return x.narrow(dim, start, stop - start).contiguous()
 
     def start_all_reduce(self, x: Tensor, axes: Axes, op: str = "sum", site: str = "") -> Handle[Tensor]:
         group = self.group(axes)
@@ -158,14 +174,37 @@ class Comm(ABC):
         out = torch.empty_like(x)
         return self.start(Call("all_reduce", group, out, x, op, site=site), out)
 
-    def start_all_gather(self, x: Tensor, dim: int, axes: Axes, site: str = "") -> Handle[Tensor]:
+    def start_all_gather(
+        self, x: Tensor, dim: int, axes: Axes, whole: int | None = None, site: str = ""
+    ) -> Handle[Tensor]:
         group = self.group(axes)
         if group.size == 1:
             return Handle(None, x)
         dim = self._check_dim(x, dim, "all_gather")
+        lengths = None if whole is None or len(group.axes) > 1 else cut(whole, self.mesh[group.axes[0]])
+        if isinstance(lengths, tuple):
+            return self._start_uneven_gather(x, dim, axes, lengths, site)
         out = x.new_empty((group.size, *x.shape))
         handle = self.start(Call("all_gather", group, out, x.contiguous(), site=site), out)
         return handle.then(lambda chunks: join_chunks(chunks, dim))
+
+    def _start_uneven_gather(
+        self, x: Tensor, dim: int, axes: Axes, lengths: tuple[int, ...], site: str
+    ) -> Handle[Tensor]:
+        """Blocks are sent as long as the longest of them, and what fills them up is left out again."""
+        longest, group = max(lengths), self.group(axes)
+        filled = x.new_zeros((longest, *x.movedim(dim, 0).shape[1:]))
+        filled[: x.shape[dim]].copy_(x.movedim(dim, 0))
+        out = x.new_empty((group.size, *filled.shape))
+
+        def joined(chunks: Tensor) -> Tensor:
+            whole, start = x.new_empty((sum(lengths), *filled.shape[1:])), 0
+            for place, length in enumerate(lengths):
+                whole[start : start + length].copy_(chunks[place][:length])
+                start += length
+            return whole.movedim(0, dim).contiguous()
+
+        return self.start(Call("all_gather", group, out, filled, site=site), out).then(joined)
 
     def start_reduce_scatter(self, x: Tensor, dim: int, axes: Axes, op: str = "sum", site: str = "") -> Handle[Tensor]:
         group = self.group(axes)

@@ -9,6 +9,9 @@ A spec says per tensor dim which axes shard it, major first: (("dp", "tp"), ()) 
 4 and 5. A rank's part is a box, an interval per dim. A spec with one entry more than there are dims names there the axes
 over which the elements of the box are cut in *runs*: equal parts of the elements one after another, the last filled up with
 zeros. (("tp",), (), ("dp",)) of an (8, 6) tensor gives rank 6 elements 12 to 24 of rows 0 to 3.
+
+The ranks along an axis need not hold equally much: the size of such an axis is told with their *shares*. dp=Shares((3, 2, 2))
+has three ranks, of which the first holds 3 of every 7 units of a dim that has a multiple of 7.
 """
 
 from __future__ import annotations
@@ -17,11 +20,88 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import RuntimeProgramError
 
 SpecDims = tuple[tuple[str, ...], ...]
 Box = tuple[tuple[int, int], ...]
+
+
+class Shares(int):
+    """The size of a mesh axis along which ranks hold blocks of unequal size: of a dim of so many units they hold so many each.
+
+    `Shares((4, 3), (9, 8))` is an axis of two ranks: dims whose size is a multiple of 7 are cut in parts of 4/7 and 3/7, others
+    that are a multiple of 17 in parts of 9/17 and 8/17, and the rest in halves. Raises ValueError where ranks would hold nothing,
+    or lists differ in length.
+    """
+
+    units: tuple[tuple[int, ...], ...]
+
+    def __new__(cls, *units: Sequence[int]) -> Shares:
+        ranks = {len(one) for one in units}
+        if len(ranks) != 1 or min(ranks) < 2 or any(n < 1 for one in units for n in one):
+            raise ValueError(
+                f"shares {units}: every list has a number of units, at least one, for each of two ranks or more"
+            )
+        size = super().__new__(cls, ranks.pop())
+        size.units = tuple(tuple(map(int, one)) for one in units)
+        return size
+
+    def of(self, size: int) -> tuple[int, ...] | None:
+        """The lengths that ranks hold of a dim of this size, by the first list that fits it; None where none does."""
+        for units in self.units:
+            times, rest = divmod(size, sum(units))
+            if not rest and size:
+                return tuple(n * times for n in units)
+        return None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Shares) and self.units == other.units
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.units)
+
+    def __repr__(self) -> str:
+        return f"Shares({', '.join(map(repr, self.units))})"
+
+    def __reduce__(self) -> tuple[type[Shares], tuple[tuple[int, ...], ...]]:
+        return Shares, self.units
+
+
+def told_sizes(mesh: Mapping[str, int]) -> dict[str, Any]:
+    """The sizes of a mesh as plain data: of an axis that is cut by shares its lists of units."""
+    return {axis: size.units if isinstance(size, Shares) else size for axis, size in mesh.items()}
+
+
+def sizes_of(told: Mapping[str, Any]) -> dict[str, int]:
+    """The inverse of `told_sizes`."""
+    return {axis: size if isinstance(size, int) else Shares(*size) for axis, size in told.items()}
+
+
+def cut(size: int, ranks: int) -> tuple[int, ...] | int | None:
+    """The lengths that ranks along an axis hold of a dim of this size, or one for all; None where it does not divide."""
+    uneven = ranks.of(size) if isinstance(ranks, Shares) else None
+    return uneven or (None if size % ranks else size // ranks)
+
+
+def interval(
+    size: int, axes: Sequence[str], mesh: Mapping[str, int], position: Mapping[str, int]
+) -> tuple[int, int] | None:
+    """The (start, stop) of a dim that the rank at a position of the mesh holds; None where it does not divide."""
+    start = 0
+    for axis in axes:
+        lengths, index = cut(size, mesh[axis]), position[axis]
+        if lengths is None:
+            return None
+        if isinstance(lengths, int):
+            start, size = start + index * lengths, lengths
+        else:
+            start, size = start + sum(lengths[:index]), lengths[index]
+    return start, start + size
 
 
 @dataclass(frozen=True)
@@ -74,18 +154,22 @@ def box_of(
         raise RuntimeProgramError(f"{what}: spec {spec} has {len(spec)} dims, the shape {tuple(shape)} {len(shape)}")
     box = []
     for dim, (size, axes) in enumerate(zip(shape, spec, strict=False)):
-        parts, index = 1, 0
         for axis in axes:
             if axis not in mesh:
                 raise RuntimeProgramError(f"{what}: the mesh {dict(mesh)} has no axis {axis!r}")
-            parts, index = parts * mesh[axis], index * mesh[axis] + position[axis]
-        if size % parts:
+        held = interval(size, axes, mesh, position)
+        if held is None:
+            parts = math.prod(mesh[axis] for axis in axes)
             raise RuntimeProgramError(
                 f"{what}: dim {dim} of shape {tuple(shape)} cannot be split over {parts} ranks ({' × '.join(axes)})"
             )
-        length = size // parts
-        box.append((index * length, (index + 1) * length))
+        box.append(held)
     return tuple(box)
+
+
+def cut_by_shares(spec: SpecDims, mesh: Mapping[str, int]) -> bool:
+    """Whether ranks may hold blocks of unequal size under a spec."""
+    return any(isinstance(mesh[axis], Shares) for axes in spec for axis in axes)
 
 
 def slices_of(box: Box) -> tuple[slice, ...]:
@@ -140,4 +224,4 @@ def boxes_of(
 
 def show_mesh(mesh: Mapping[str, int]) -> str:
     """`dp=2 × tp=2`."""
-    return " × ".join(f"{axis}={size}" for axis, size in mesh.items()) or "one rank"
+    return " × ".join(f"{axis}={size:d}" for axis, size in mesh.items()) or "one rank"

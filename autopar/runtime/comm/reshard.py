@@ -8,6 +8,9 @@ A run of elements (`mesh.py`) is gathered and scattered along dim 0, and is a bl
     ("all_gather", ("dp",), 0), ("unflatten", ("dp",), 3, 3)        [5, 1] of either rank -> [10, 1] -> [3, 3]
     ("flatten", ("dp",), 3, 3), ("reduce_scatter", ("dp",), 0)      ~sum(dp) [3, 3] -> [10, 1] -> [5, 1]
 
+A dim whose ranks hold unequal blocks is gathered with its length, ("all_gather", ("tp",), 0, 25). A length that is another on
+every rank is told as the size of a dim and the axes that cut it: (25, ("tp",)).
+
 What the compiler knows of a kind beside this is its row of `autopar/ir/steps.py`.
 """
 
@@ -21,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import RuntimeProgramError
-from .comm import Axes, Comm
+from .comm import Axes, Comm, front_chunks
 from .mesh import run_shape
 
 TableStep = tuple[Any, ...]
@@ -32,12 +35,13 @@ class TableStepKind:
     """run: the step of a value over axes, with the dims of the table's row and the site. dims: per dim of the row 1 where, over n
     ranks, it is n times as long on a rank after the step, -1 where it is 1/n as long. view: whether the result may lie in the
     memory of the value. of_block: the dims of the row are instead the sizes of the block that becomes its runs, one after
-    another, or that they become."""
+    another, or that they become. of_runs: of these, one after another, a rank takes its own."""
 
     run: Callable[[Comm, Tensor, Axes, tuple[int, ...], str], Tensor]
     dims: tuple[int, ...] = ()
     view: bool = False
     of_block: bool = False
+    of_runs: bool = False
 
     @property
     def grows(self) -> int:
@@ -59,7 +63,8 @@ TABLE_STEPS: dict[str, TableStepKind] = {
         lambda comm, x, axes, dims, site: comm.reduce_scatter(x, dims[0], axes, site=site), dims=(-1,)
     ),
     "all_gather": TableStepKind(
-        lambda comm, x, axes, dims, site: comm.all_gather(x, dims[0], axes, site=site), dims=(1,)
+        lambda comm, x, axes, dims, site: comm.all_gather(x, dims[0], axes, whole=(*dims, None)[1], site=site),
+        dims=(1,),
     ),
     "all_to_all": TableStepKind(
         lambda comm, x, axes, dims, site: comm.all_to_all(x, dims[0], dims[1], axes, site=site), dims=(-1, 1)
@@ -83,6 +88,12 @@ TABLE_STEPS |= {
     "flatten": TableStepKind(
         lambda comm, x, axes, dims, site: _flat(x, comm.axis_size(axes)), view=True, of_block=True
     ),
+    "take": TableStepKind(
+        lambda comm, x, axes, dims, site: front_chunks(x, dims[0], comm.axis_size(axes))[comm.axis_index(axes)],
+        dims=(-1,),
+        view=True,
+        of_runs=True,
+    ),
     "unflatten": TableStepKind(
         lambda comm, x, axes, dims, site: x.view(-1)[: math.prod(dims)].view(dims), view=True, of_block=True
     ),
@@ -94,4 +105,5 @@ def run_step(comm: Comm, x: Tensor, step: TableStep, site: str = "") -> Tensor:
     kind, axes, *dims = step
     if kind not in TABLE_STEPS:
         raise RuntimeProgramError(f"unknown resharding step {step!r}")
-    return TABLE_STEPS[kind].run(comm, x, axes, tuple(dims), site)
+    lengths = tuple(dim if isinstance(dim, int) else comm.block_size(*dim) for dim in dims)
+    return TABLE_STEPS[kind].run(comm, x, axes, lengths, site)

@@ -201,7 +201,8 @@ def _annotated(hint: Any, said: Sequence[Any], others: bool) -> Form:
     if isinstance(one, Pairs):
         key, kind = typing.get_args(typing.get_args(hint)[0])
         read = _many(dict[key, kind], one, others).read  # type: ignore[valid-type]
-        return Form(lambda value, path: tuple(read(value, path).items()), dict)
+        write = _mapping(form_of(kind).write)
+        return Form(lambda value, path: tuple(read(value, path).items()), lambda value: write(dict(value)))
     if isinstance(one, Length):
         return _many(hint, one, others)
     return Form(one, form_of(hint, others).write)

@@ -44,7 +44,7 @@ def start_gathers(
         steps = tuple(step for step in steps if comm.axis_size(step[1]) > 1)
         if not steps:
             finishers[index] = _constant(shard if out is None else _into(out, shard), dtypes[index] if dtypes else None)
-        elif steps[0][0] not in GATHERED:
+        elif steps[0][0] not in GATHERED or len(steps[0]) > 3:
             finishers[index] = _sequence(comm, Handle(None, shard), steps, out, site)
         elif shard.numel() * shard.element_size() >= direct_bytes:
             finishers[index] = _direct(comm, shard, steps, out, site)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..comm.comm import Comm
-from ..comm.mesh import SpecDims, box_of, run_axes, run_shape, slices_of
+from ..comm.mesh import SpecDims, box_of, cut_by_shares, run_axes, run_shape, slices_of
 from ..comm.reshard import TableStep, run_step
 from ..errors import RuntimeProgramError
 
@@ -74,7 +74,18 @@ def gather_full(x: Tensor, spec: SpecDims, comm: Comm, site: str = "", shape: Se
     if len(spec) > x.dim():
         x = run_step(comm, comm.all_gather(x, 0, spec[-1], site=site), _unflatten(shape, spec, comm))
     for dim, axes in enumerate(spec[: x.dim()]):
-        x = comm.all_gather(x, dim, axes, site=site)
+        x = _gather_dim(x, dim, axes, comm, site, shape[dim] if shape else None)
+    return x
+
+
+def _gather_dim(x: Tensor, dim: int, axes: tuple[str, ...], comm: Comm, site: str, size: int | None) -> Tensor:
+    """The whole dim, which has this size: of axes along which ranks hold unequal blocks, one after the other."""
+    if not cut_by_shares((axes,), comm.mesh):
+        return comm.all_gather(x, dim, axes, site=site)
+    if size is None:
+        raise RuntimeProgramError(f"{site}: blocks of unequal size cannot be joined without the size of the whole")
+    for place in reversed(range(len(axes))):
+        x = comm.all_gather(x, dim, axes[place], comm.block_size(size, axes[:place]) if place else size, site=site)
     return x
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated
 
+from ..comm.mesh import sizes_of
 from ..data.datafile import path_inside, read_json
 from ..data.fields import Length, from_data, kept
 from ..data.schema import MOST_RANKS, MOST_TEXT, SchemaError, integer, optional, record, where
@@ -141,7 +142,7 @@ class Manifest:
 
     def show(self) -> str:
         """`dp=2 × tp=2`, or `2 stages: dp=2 | dp=2`."""
-        return show_meshes([stage["mesh"] for stage in self.load_pipeline().STAGES])
+        return show_meshes([sizes_of(stage["mesh"]) for stage in self.load_pipeline().STAGES])
 
     def update_rule(self) -> UpdateRule:
         """How parameters follow from gradients; nothing without `update`. Raises RuntimeProgramError."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..comm.mesh import mesh_size, show_mesh
+from ..comm.mesh import mesh_size, show_mesh, sizes_of
 from ..comm.nodes import ByNode
 from ..errors import RuntimeProgramError
 from ..gradients.compression import CODECS
@@ -37,7 +37,7 @@ class StageTables:
     def __init__(self, index: int, module: Any, mesh: Mapping[str, int], dtype: torch.dtype | None) -> None:
         self.index = int(getattr(module, "STAGE", index))
         self.module = module
-        self.mesh = dict(module.MESH)
+        self.mesh = sizes_of(module.MESH)
         if self.index != index or list(self.mesh.items()) != list(mesh.items()):
             raise RuntimeProgramError(
                 f"stage {index} of the pipeline is for {show_mesh(mesh)}, its module is stage {self.index} for "
@@ -88,7 +88,7 @@ class Pipeline:
         self.dtype, self.compiler = dtype, compiler
         self.inputs = [_input(row, dtype) for row in pipeline.INPUTS]
         self.ranges = tuple(InputRange(**dict(row, also=tuple(row["also"]))) for row in getattr(pipeline, "RANGES", ()))
-        self.meshes = [(dict(row["mesh"]), int(row["first_rank"])) for row in pipeline.STAGES]
+        self.meshes = [(sizes_of(row["mesh"]), int(row["first_rank"])) for row in pipeline.STAGES]
         self.boundary_tensors = [
             BoundaryTensor(Transfer(n, row["name"], row["kind"], row["source"], row["target"]), row, dtype)
             for n, row in enumerate(pipeline.TRANSFERS)
@@ -233,4 +233,4 @@ def show_meshes(meshes: Sequence[Mapping[str, int]]) -> str:
 def world_mesh(pipeline: Any) -> dict[str, int]:
     """The mesh of all ranks for a pipeline module: that of the only stage, or ranks in a row."""
     stages = pipeline.STAGES
-    return dict(stages[0]["mesh"]) if len(stages) == 1 else {"rank": int(pipeline.WORLD)}
+    return sizes_of(stages[0]["mesh"]) if len(stages) == 1 else {"rank": int(pipeline.WORLD)}

@@ -213,12 +213,9 @@ class Stage:
     def _shard_view(self, info: TensorInfo) -> Tensor:
         """This rank's part of its storage shard under the optimizer spec."""
         view = self.rt.params[info.name]
-        for dim, axes in refinement(info.spec, info.opt_spec, info.name).items():
-            parts = self.comm.axis_size(axes)
-            if view.shape[dim] % parts:
-                raise RuntimeProgramError(f"{info.name}: dim {dim} cannot be split further over {axes}")
-            size = view.shape[dim] // parts
-            view = view.narrow(dim, self.comm.axis_index(axes) * size, size)
+        stored, updated = (local_slices(info.shape, spec, self.comm, info.name) for spec in (info.spec, info.opt_spec))
+        for dim in refinement(info.spec, info.opt_spec, info.name):
+            view = view.narrow(dim, updated[dim].start - stored[dim].start, updated[dim].stop - updated[dim].start)
         axes = run_axes(info.shape, info.opt_spec)
         return view if axes == run_axes(info.shape, info.spec) else run_view(view, self.comm, axes)
 
