@@ -14,7 +14,12 @@ import pytest
 from autopar.ir.lines import Compute
 from autopar.passes.memory.probe import Probe, WholeLine, _what
 
-OWN_CAPTURES = ("tests/capture/", "tests/ops/test_add_an_op.py", "tests/ops/test_register_op.py", "tests/test_caches.py")
+OWN_CAPTURES = (
+    "tests/capture/",
+    "tests/ops/test_add_an_op.py",
+    "tests/ops/test_register_op.py",
+    "tests/test_caches.py",
+)
 """Tests of captures, and tests that register ops: what they compile is captured for them, but for models of the zoo."""
 MOST_EFFECTS = 50_000
 """Effects that are kept; then all go."""
