@@ -71,11 +71,20 @@ class SolverFacts:
     @staticmethod
     def of(best: PricedPlan, rules: RuleBook) -> SolverFacts:
         """The facts about a plan that was found under these rules."""
-        solution, sizes = best.solution, (best.solution.before, best.solution.after)
-        counts = (size.get(what, 0) for what in ("nodes", "variables") for size in sizes)
-        found = list(rules.unknown), dict(rules.discovered)
+        solution = best.solution
+        before, after = solution.before, solution.after
         return SolverFacts(
-            solution.method, solution.gap, *counts, *found, best.left_out, best.placed_by, best.placement_gap
+            solution.method,
+            solution.gap,
+            before.get("nodes", 0),
+            after.get("nodes", 0),
+            before.get("variables", 0),
+            after.get("variables", 0),
+            list(rules.unknown),
+            dict(rules.discovered),
+            best.left_out,
+            best.placed_by,
+            best.placement_gap,
         )
 
 

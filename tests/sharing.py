@@ -1,4 +1,4 @@
-"""What tests share of what the library finds: captures (tests/zoo/shared.py), and effects of lines on memory.
+"""Tests share what the library finds: captures (tests/zoo/shared.py), and effects of lines on memory.
 
 Both follow from the code and from what they are asked about, so what one test found another may use. A test that changes the
 library (it has `monkeypatch`) neither finds what others found nor leaves them anything.
