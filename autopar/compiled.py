@@ -21,6 +21,7 @@ from autopar.passes.memory.peak import peak_kinds
 from autopar.passes.price.pricer import Pricers
 from autopar.passes.recompute.curve import Curve, curves
 from autopar.passes.rules.book import RuleBook
+from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import Plan
 from autopar.request import Request
 from autopar.runtime.data.fields import Bytes, Seconds
@@ -66,6 +67,25 @@ class SolverFacts:
     left_out: tuple[str, ...] = ()
     placed_by: str = ""
     placement_gap: float = 0.0
+
+    @staticmethod
+    def of(best: PricedPlan, rules: RuleBook) -> SolverFacts:
+        """The facts about a plan that was found under these rules."""
+        solution = best.solution
+        before, after = solution.before, solution.after
+        return SolverFacts(
+            solution.method,
+            solution.gap,
+            before.get("nodes", 0),
+            after.get("nodes", 0),
+            before.get("variables", 0),
+            after.get("variables", 0),
+            list(rules.unknown),
+            dict(rules.discovered),
+            best.left_out,
+            best.placed_by,
+            best.placement_gap,
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -377,7 +377,7 @@ def _printed(lowered: LoweredProgram, program: Program, name: str, way: ByNode) 
 
 def _decision(task: Task, best: PricedPlan, others: Sequence[PricedPlan]) -> Decision:
     """best: lowered and accounted for."""
-    account, solution, rules = best.account, best.solution, task.rules
+    account = best.account
     assert account is not None
     predicted = Prediction(account.step_time_s, account.peak_bytes, account.comm_time_s)
     precision = task.options.precision or ""
@@ -389,18 +389,6 @@ def _decision(task: Task, best: PricedPlan, others: Sequence[PricedPlan]) -> Dec
         )
         for other in others
     )
-    solver = SolverFacts(
-        solution.method,
-        solution.gap,
-        solution.before.get("nodes", 0),
-        solution.after.get("nodes", 0),
-        solution.before.get("variables", 0),
-        solution.after.get("variables", 0),
-        list(rules.unknown),
-        dict(rules.discovered),
-        best.left_out,
-        best.placed_by,
-        best.placement_gap,
-    )
     plan = replace(best.plan, predicted=asdict(predicted), precision=precision)
-    return Decision(plan, predicted, alternatives, solver, task.setting, rules, account)
+    solver = SolverFacts.of(best, task.rules)
+    return Decision(plan, predicted, alternatives, solver, task.setting, task.rules, account)

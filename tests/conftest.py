@@ -9,7 +9,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from autopar import request
+import autopar.request
+from autopar.passes.memory.probe import Probe
+from tests.sharing import SHARING, shared_effects
 from tests.zoo.models import BY_NAME, ZooModel
 from tests.zoo.shared import shared
 
@@ -70,11 +72,17 @@ def _model_of(item: pytest.Item) -> str:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def shared_captures() -> Iterator[None]:
-    """Zoo models are captured once for all tests of a process."""
+def shared_among_tests() -> Iterator[None]:
+    """Equal models are captured, and equal lines played, once for all tests of a process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(request, "capture_program", shared(request.capture_program))
+        patch.setattr(autopar.request, "capture_program", shared(autopar.request.capture_program))
+        patch.setattr(Probe, "_standing", shared_effects(Probe._standing))
         yield
+
+
+@pytest.fixture(autouse=True)
+def sharing(request: pytest.FixtureRequest) -> None:
+    SHARING.begin(request)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from tests.warm import python as warm_python
 
 ROOT = Path(__file__).parent.parent
 LIBRARY = ("autopar", "passes", "costmodel", "codegen")
@@ -31,5 +32,5 @@ def edited_library(copy: Path, edits: Edits) -> Path:
 def python(*arguments: str | Path, path: str | Path = "", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Python with these arguments. path: what PYTHONPATH says; cwd: the folder that it runs in, where `-c` looks first."""
     environment = {**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *map(str, arguments)]
+    command = [warm_python(), *map(str, arguments)]
     return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, check=False, timeout=150)

@@ -127,7 +127,7 @@ def program_of(plan: str, ranks: int) -> autopar.ParallelProgram:
     return compiled(ranks, **options)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("plan", "ranks"),
     [
@@ -161,6 +161,7 @@ def test_buckets_store_parameters_alike_and_nothing_else_is_given(plan: str) -> 
     assert {b.request.batch for b in program.of_buckets} == set(SAMPLES)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sizes", [(8, 24), (3, 24), (8, 11), (3, 8)])
 def test_every_bucket_can_be_verified(sizes: tuple[int, int]) -> None:
     program = program_of("solver", 2)

@@ -157,7 +157,7 @@ def refuse_all(attempts: dict[str, Callable[[], Any]], accepted: bool = False) -
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", READERS)
 def test_crafted_files_are_refused_by_name_within_bounds(kind: str, tmp_path: Path) -> None:
     files = dict(READERS[kind][1]())
@@ -205,6 +205,7 @@ NOTES: dict[str, tuple[Reader, Callable[[], bytes]]] = {
 and left out."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", NOTES)
 @pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.slow)])
 def test_notes_of_a_run_that_are_damaged_end_nothing_and_take_little(kind: str, count: int, tmp_path: Path) -> None:

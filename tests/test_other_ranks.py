@@ -114,7 +114,7 @@ def test_every_number_of_ranks_has_a_program_that_takes_its_weights_from_the_fir
     assert manifest_for(saved, 4).worlds == (1, 2, 3)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options",
     [

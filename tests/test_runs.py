@@ -44,6 +44,7 @@ def in_runs(program: autopar.ParallelProgram) -> set[str]:
     return {n for stage in program.plan.stages for n, p in stage.parameters.items() if p.optimizer.run}
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("ranks", [3, 5, 6, 7])
 @pytest.mark.parametrize(("strategy", "microbatches"), [("zero1", 1), ("zero2", 4), ("zero3", 2)])
 def test_what_divides_by_no_number_of_ranks_is_shared_by_all(ranks: int, strategy: str, microbatches: int) -> None:
@@ -52,7 +53,7 @@ def test_what_divides_by_no_number_of_ranks_is_shared_by_all(ranks: int, strateg
     equal_to_eager(program, 12 * ranks)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("ranks", [3, 5, 6, 7])
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("zoo", MODELS, ids=str)
@@ -88,6 +89,7 @@ def test_blocks_and_stages_may_rest_in_runs(options: dict[str, Any]) -> None:
     equal_to_eager(program)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "update", [{"clip_grad_norm": 0.1}, {"clip_grad_norm": autopar.ClipNorm(0.1, float("inf"))}, {"loss_scaling": True}]
 )
@@ -98,6 +100,7 @@ def test_norms_and_scales_do_not_see_what_fills_a_run_up(update: dict[str, Any])
         torch.testing.assert_close(ours.state[name], value, rtol=0, atol=1e-9 * float(value.abs().max() + 1))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("offload", [None, "optimizer", "all"])
 def test_memory_is_what_is_promised(strategy: str, offload: str | None) -> None:
@@ -174,7 +177,7 @@ def gpt2_xl(ranks: int, microbatches: int) -> autopar.ParallelProgram:
     return autopar.compile(gpt, cluster_of(ranks), (ids, ids), loss_fn=loss_fn, optimizer=ADAMW, options=options)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("make", [wide, gpt2_xl])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 6, 7, 8, 24, 56, 96, 1000])
 def test_a_rank_holds_its_share_of_the_state(make: Any, ranks: int) -> None:
@@ -260,6 +263,7 @@ def test_what_torch_alone_writes_of_runs_is_the_same(saved: Path) -> None:
     assert all(torch.equal(stored.read(name), value) for name, value in full.items() if value.dim())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("ranks", "strategy"), [(2, "zero1"), (4, "zero3"), (2, "dp")])
 def test_processes_read_and_write_the_same_bits_in_other_runs(
     saved: Path, ranks: int, strategy: str, tmp_path: Path

@@ -70,7 +70,9 @@ def final(ended: Ended, step: int) -> dict[str, torch.Tensor]:
     return {name: source.read(name) for name, kind in source.signatures.items() if kind is not None}
 
 
-def test_healthy_runs_are_those_of_gloo_and_faults_are_named(out, tmp_path):
+@pytest.mark.parametrize("late", ["default", pytest.param("0", marks=pytest.mark.slow)])
+def test_healthy_runs_are_those_of_gloo_and_faults_are_named(out, tmp_path, late):
+    """late: how many steps late losses are read."""
     done: dict[str, Ended] = {}
 
     def ran(name: str, fault: str, *more: object, late: str = "default") -> None:
@@ -80,21 +82,19 @@ def test_healthy_runs_are_those_of_gloo_and_faults_are_named(out, tmp_path):
     at_once(
         {
             "gloo": functools.partial(ran, "gloo", "nothing", "--backend", "gloo", *steps),
-            "device": functools.partial(ran, "device", "nothing", *steps),
-            "at once": functools.partial(ran, "at once", "nothing", *steps, late="0"),
-            "stopped": functools.partial(ran, "stopped", "stopped"),
+            "device": functools.partial(ran, "device", "nothing", *steps, late=late),
+            "stopped": functools.partial(ran, "stopped", "stopped", late=late),
         },
         most=4,
     )
     wanted, saved = losses(done["gloo"].said), final(done["gloo"], 12)
     assert len(wanted) == 12
-    for name in ("device", "at once"):
-        assert done[name].codes == [0] * 4, done[name].said
-        assert losses(done[name].said) == wanted
-        assert not (done[name].run / "flight").exists()
-        own = final(done[name], 12)
-        assert own.keys() == saved.keys()
-        assert all(torch.equal(own[key], saved[key]) for key in saved)
+    assert done["device"].codes == [0] * 4, done["device"].said
+    assert losses(done["device"].said) == wanted
+    assert not (done["device"].run / "flight").exists()
+    own = final(done["device"], 12)
+    assert own.keys() == saved.keys()
+    assert all(torch.equal(own[key], saved[key]) for key in saved)
     assert any(done["stopped"].codes)
     assert "this run hangs: rank 2 no longer runs (stopped" in done["stopped"].said
     assert done["stopped"].culprits == (2,)
@@ -121,32 +121,29 @@ def step_lines(said: str) -> list[list[str]]:
 
 
 @pytest.mark.timeout(200)
-def test_what_listeners_do_about_a_loss_is_what_they_do_over_gloo(out, tmp_path):
+@pytest.mark.parametrize("name", [pytest.param("skip", marks=pytest.mark.slow), "rewind"])
+def test_what_listeners_do_about_a_loss_is_what_they_do_over_gloo(out, tmp_path, name):
     """Losses that are read late take back one step more, and its batch."""
+    how, late_over_gloo, said = GOES_ON[name]
     done: dict[tuple[str, str], Ended] = {}
 
     def ran(name: str, backend: str, late: str, fault: str, *more: str) -> None:
         own = ("--steps", 12, "--save-every", 4, *more, "--backend", backend)
         done[name, backend] = run(out, tmp_path / f"{name} {backend}", fault, *own, late=late)
 
-    cases = {
-        (name, b): (late if b == "gloo" else "default", *how.split())
-        for name, (how, late, _) in GOES_ON.items()
-        for b in ("gloo", NAME)
-    }
+    cases = {(name, b): (late_over_gloo if b == "gloo" else "default", *how.split()) for b in ("gloo", NAME)}
     at_once({key: functools.partial(ran, *key, *row) for key, row in cases.items()}, most=2)
-    for name, (_, _, said) in GOES_ON.items():
-        over_gloo, on_device = done[name, "gloo"], done[name, NAME]
-        (step,) = {RunDirectory(one.run).steps()[0] for one in (over_gloo, on_device)}
-        assert over_gloo.codes == on_device.codes == [0] * 4, on_device.said
-        assert step_lines(on_device.said) == step_lines(over_gloo.said)
-        for part in said:
-            assert part in on_device.said
-            assert part in over_gloo.said
-        assert RunDirectory(on_device.run).read(step).position == RunDirectory(over_gloo.run).read(step).position
-        own, other = final(on_device, step), final(over_gloo, step)
-        assert own.keys() == other.keys()
-        assert all(torch.equal(own[key], other[key]) for key in other)
+    over_gloo, on_device = done[name, "gloo"], done[name, NAME]
+    (step,) = {RunDirectory(one.run).steps()[0] for one in (over_gloo, on_device)}
+    assert over_gloo.codes == on_device.codes == [0] * 4, on_device.said
+    assert step_lines(on_device.said) == step_lines(over_gloo.said)
+    for part in said:
+        assert part in on_device.said
+        assert part in over_gloo.said
+    assert RunDirectory(on_device.run).read(step).position == RunDirectory(over_gloo.run).read(step).position
+    own, other = final(on_device, step), final(over_gloo, step)
+    assert own.keys() == other.keys()
+    assert all(torch.equal(own[key], other[key]) for key in other)
 
 
 NAMED = [

@@ -115,6 +115,7 @@ def assert_the_host_runs_ahead(found: Simulated, options: str) -> None:
         assert budget.of(LATE, step)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("options", CASES)
 def test_a_small_program_is_in_order(options: str) -> None:
     found = simulate(BY_NAME["mlp"], options)
@@ -138,7 +139,7 @@ def test_rows_of_a_mixture_travel_in_order() -> None:
     assert any(unit.kind == "alltoall_base" for unit in found.logs[0].units)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("device", [H100, A100], ids=["sm90", "sm80"])
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("choice", ["+t0+e", "e", "t0"])
@@ -201,7 +202,7 @@ def is_counts(told: Tensor) -> bool:
     return told.dim() == 2 and not told.is_floating_point()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "moe", "t5"])
 def test_a_ring_of_attention_is_in_order(name: str, ranks: int) -> None:
@@ -217,6 +218,7 @@ def test_a_captured_step_is_played() -> None:
     assert [step for step in range(1, 6) if any(one.op == "graph" for one in budget.of(LAUNCH, step))] == [3, 4, 5]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_a_step_with_a_mixture_on_one_rank_is_played(precision: str | None) -> None:
     options = autopar.Options(cuda_graphs=True, precision=precision)

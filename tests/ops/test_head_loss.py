@@ -140,6 +140,7 @@ def test_in_bf16_gradients_are_rounded_no_more_than_eagers() -> None:
 # --- programs
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", LOSSES)
 def test_on_four_ranks_a_step_is_eagers(name: str) -> None:
     assert_eagers(compiled(LOSSES[name]))

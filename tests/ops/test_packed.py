@@ -66,7 +66,7 @@ def compiled(
     return autopar.compile(model, autopar.ClusterSpec.local(4), batch_, options=options), model
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("additive", [False, True])
 @pytest.mark.parametrize("causal", CAUSAL)
 @pytest.mark.parametrize("given", GIVEN)

@@ -23,6 +23,7 @@ ADAM = functools.partial(torch.optim.Adam, lr=0.02)
 RULE = UpdateRule(ADAM, COSINE, autopar.ClipNorm(0.3), None, autopar.LossScaling(64.0, interval=2), compensated=True)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "rule",
     [

@@ -50,7 +50,7 @@ def compiled(cluster: autopar.ClusterSpec, **options: object) -> autopar.Paralle
     )
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", ["dp", "zero1", "zero3"])
 @pytest.mark.parametrize(("count", "places"), [(2, 2), (4, 2), (2, 4)])
 def test_data_parallel_steps_are_eagers(strategy: str, count: int, places: int) -> None:
@@ -63,6 +63,7 @@ def test_data_parallel_steps_are_eagers(strategy: str, count: int, places: int) 
         assert peak == pytest.approx(program.predicted.peak_bytes, rel=0.02)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("options", "axes"),
     [

@@ -94,7 +94,7 @@ def adapters(model: nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @MADE
 @pytest.mark.parametrize("plan", PLANS)
 def test_adapters_train_as_on_one_device(make: Callable[[], Made], plan: str) -> None:

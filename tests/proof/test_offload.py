@@ -72,7 +72,7 @@ def assert_kept(program: autopar.Program, batch: Any) -> None:
 # --- results
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("offload", KINDS)
 @pytest.mark.parametrize("plan", ["dp", "zero3", "1f1b", "zb-h1"])
 def test_offload_changes_no_bit(plan: str, offload: str) -> None:

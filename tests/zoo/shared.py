@@ -1,13 +1,19 @@
-"""Captures that tests share: a zoo model is traced once per process for every shape of its batch.
+"""Captures that tests share: a model is traced once per process for every shape of its batch.
 
-A zoo model is the same whenever it is made, and what is captured depends on the model, its loss, the shapes of the inputs
-and three options, not on ranks, mesh, plan or optimizer. So `capture_program` is asked once for each of these and its answer
-kept for all tests; a model that a test changed after it was made (dropout off, other parameters frozen) has a key of its
-own, and a model from elsewhere is captured anew each time.
+What is captured depends on the model, its loss, the shapes of the inputs and some options, not on ranks, mesh, plan or
+optimizer. So `capture_program` is asked once for each of these and its answer kept for all tests. A zoo model is the same
+whenever it is made; one that a test changed after it was made (dropout off, other parameters frozen) has a key of its own.
+A model from elsewhere is known by all that it is made of; one that cannot be told so, as its class stands in a function, is
+captured anew each time.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
+import marshal
+import pickle
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -16,10 +22,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from tests.sharing import SHARING
 from tests.zoo.models import ORIGIN
 
 MOST_KEPT = 40
 """Captures; the one that was asked for longest ago goes first."""
+AS_EXAMPLE = 7
+"""The place of `as_example` among what `capture_program` takes behind model and inputs."""
 
 
 def shared(capture_program: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,9 +36,9 @@ def shared(capture_program: Callable[..., Any]) -> Callable[..., Any]:
     answers: OrderedDict[Hashable, Any] = OrderedDict()
 
     def ask(model: nn.Module, inputs: Any, *rest: Any) -> Any:
-        if model not in ORIGIN:
+        key = key_of(model, inputs, rest)
+        if key is None:
             return capture_program(model, inputs, *rest)
-        key = (ORIGIN[model], described(model), described_inputs(inputs), *map(hashable, rest))
         if key not in answers:
             answers[key] = capture_program(model, inputs, *rest)
         answers.move_to_end(key)
@@ -38,6 +47,36 @@ def shared(capture_program: Callable[..., Any]) -> Callable[..., Any]:
         return answers[key]
 
     return ask
+
+
+def key_of(model: nn.Module, inputs: Any, rest: tuple[Any, ...]) -> Hashable:
+    """The name of a capture among all; None where it has none."""
+    if model in ORIGIN:
+        return ORIGIN[model], described(model), described_inputs(inputs), *map(hashable, rest)
+    if not SHARING.captures or rest[AS_EXAMPLE]:  # then numbers decide what is captured
+        return None
+    modes = torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()
+    text = io.BytesIO()
+    try:
+        Contents(text).dump((model, described_inputs(inputs), rest, modes))
+    except (AttributeError, TypeError, pickle.PicklingError):  # something that is not found by its name
+        return None
+    return hashlib.sha256(text.getvalue()).hexdigest()
+
+
+class Contents(pickle.Pickler):
+    """Writes all that an object is made of; of functions their code, of parameters no values, which no capture sees."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            numbers = None if isinstance(value, nn.Parameter) or value.is_meta else value.detach().flatten().tolist()
+            kind = type(value), tuple(value.shape), value.stride(), value.dtype, value.device.type, value.requires_grad
+            return tuple, ((*kind, vars(value), numbers),)
+        if isinstance(value, types.FunctionType):
+            closed = [cell.cell_contents for cell in value.__closure__ or ()]
+            code = marshal.dumps(value.__code__)
+            return tuple, ((value.__module__, code, value.__defaults__, value.__kwdefaults__, closed),)
+        return NotImplemented
 
 
 def described(model: nn.Module) -> Hashable:

@@ -144,6 +144,7 @@ def test_a_buffer_filled_row_by_row_keeps_the_gradients_of_the_rows() -> None:
     assert_equal_to_eager(Net(forward), batch(), F.cross_entropy)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "layer", [nn.GRUCell(8, 8), nn.LSTMCell(8, 8), nn.RNNCell(8, 8)], ids=lambda m: type(m).__name__
 )

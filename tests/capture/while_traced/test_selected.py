@@ -43,7 +43,7 @@ REFUSED: dict[str, tuple[Forward, str]] = {
 }
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", USES)
 def test_a_use_of_selected_rows_equals_eager(name: str) -> None:
     assert_equal_to_eager(Net(USES[name]), BATCH, ranks=4, seeds=(0, 1))

@@ -29,7 +29,7 @@ TINY_MOE = replace(TINY, experts=4, topk=2, first_dense_layers=1)
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param([*SAMPLE[3::4], SAMPLE[22]], id="a fourth"),
+        pytest.param([*SAMPLE[3:35:4], SAMPLE[22], SAMPLE[36]], id="a fourth"),
         pytest.param(SAMPLE, id="all", marks=pytest.mark.slow),
     ],
 )
@@ -155,6 +155,7 @@ def everything(model: TransformerShape, ranks: int, batch: int, space: Space):
                                 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("model", [TINY, TINY_MOE], ids=["dense", "experts"])
 @pytest.mark.parametrize("room", [2.3e9, 4e9])
 def test_the_search_finds_the_best_of_a_space_tried_out_whole(model, room):

@@ -205,7 +205,7 @@ def bill(program: autopar.Program) -> list[float]:
     return found
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @every_model
 def test_actions_and_the_end_of_the_step_are_ops_collectives_and_optimizer(zoo: ZooModel) -> None:
     """Two walks over a pipeline: by action, where work hides messages, and by kind of cost."""

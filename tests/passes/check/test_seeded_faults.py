@@ -382,7 +382,7 @@ def test_a_program_without_a_fault_is_equal(plain: Callable[[], autopar.Program]
     assert autopar.check(plain()).ok
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(7)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_seeded_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = next(one() for one in PROGRAMS if seeded(one().lowered, FAULTS[fault]) is not None)

@@ -82,6 +82,7 @@ def units(program: autopar.ParallelProgram, short: Shortened) -> Units:
     return measure(short.program, stage, plan, pricer, program.rules, program.setting).at(short.stands_for)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "how", ["chain", "reads the start", "reads two back", "tied in pairs", "alternating", "half frozen", "all are read"]
 )

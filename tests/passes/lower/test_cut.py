@@ -132,7 +132,7 @@ def test_crossings_are_what_the_calls_read(zoo: ZooModel, stages: int) -> None:
         check_boundaries(program, random_ranges(program, stages, seed))
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @every_model
 def test_stages_hold_every_call_parameter_and_buffer_of_the_program(zoo: ZooModel) -> None:
     program = on_ranks(zoo.name, 4, 4).ir

@@ -36,7 +36,7 @@ def program(overlap: str, crowded: bool = False, nodes: int = 2, inside: int = 2
     return made.with_plan(overlapping(made.plan, overlap))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("crowded", [False, True], ids=["even", "in more pieces than planned"])
 def test_it_computes_what_eager_does(overlap: str, crowded: bool) -> None:
@@ -50,7 +50,7 @@ def test_eight_ranks_compute_what_eager_does(nodes: int, inside: int) -> None:
     assert autopar.verify(made, model(), batch()).ok
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_random_plans_compute_what_eager_does(seed: int) -> None:
     made = program("")

@@ -70,7 +70,7 @@ def reorders(program: ParallelProgram) -> int:
     return sum(count(program.ir.template_of(call)) for call in program.ir.calls)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_program_in_order_is_the_model(name: str) -> None:
     model = made(name)

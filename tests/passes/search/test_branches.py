@@ -196,6 +196,7 @@ def test_segments_cover_the_program_and_start_where_a_stage_may() -> None:
         assert {first for first, _ in found[1:]} <= cut_points(program)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "t5", "vit", "resnet"])
 def test_chains_have_no_branches(name: str) -> None:
     zoo = BY_NAME[name]
@@ -270,7 +271,7 @@ def microbatched(tied: bool) -> ParallelProgram:
     return compiled(ClusterSpec.local(4), Options(microbatches=2, pp=1, mesh={"dp": 4}, strategy="dp"), tied)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_random_branches_equal_one_device(seed: int) -> None:
     program = microbatched(tied=seed % 2 == 1)

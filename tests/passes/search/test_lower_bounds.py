@@ -32,6 +32,7 @@ from tests.zoo.pipelined import on_ranks
 MESHES = [Mesh.of(dp=1), Mesh.of(dp=4), Mesh.of(dp=2, tp=2)]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("width", [16, 4096], ids=["launches decide", "products decide"])
 def test_no_rank_is_busy_for_less_than_the_bound(width: int, mesh: Mesh) -> None:
@@ -47,7 +48,7 @@ def test_no_rank_is_busy_for_less_than_the_bound(width: int, mesh: Mesh) -> None
     assert 0.2 * busy_s < least_s <= busy_s * (1 + 1e-9)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("zoo", MODELS, ids=str)
 @pytest.mark.parametrize("policy", ["none", "selective", "full"])
 def test_no_stage_of_any_plan_holds_less_than_the_bound(zoo: ZooModel, policy: str) -> None:
@@ -69,6 +70,7 @@ def test_inputs_that_rest_or_are_shared_cost_nothing() -> None:
     assert 0.99 * received.nbytes < least_held_bytes(second, "full") <= received.nbytes
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-auto", "zb-v"])
 @pytest.mark.parametrize("seed", range(3))
 def test_no_pipeline_peaks_below_the_bound(schedule: str, seed: int) -> None:

@@ -94,6 +94,7 @@ def test_the_mesh_of_a_stage_can_be_forced() -> None:
     assert program.pp == 2
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-auto", "interleaved", "zb-v"])
 def test_every_schedule_can_be_asked_for(schedule: str) -> None:
     program = tower(nodes(3e11), pp=2, microbatches=4, schedule=schedule, batch=256, width=256)

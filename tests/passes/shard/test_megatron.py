@@ -74,6 +74,7 @@ def test_a_llama_gathers_and_scatters_the_sequence_as_often_as_korthikanti_count
         assert spec == ("[@tp, .]" if column else "[., @tp]" if row else "[.]"), name
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 2)])
 @pytest.mark.parametrize(
     ("name", "width_bytes", "sent"),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,8 @@ pytestmark = pytest.mark.skipif(not two_machines.possible(), reason="needs names
 
 SCENARIOS: dict[str, Callable[[Path, Path], None]] = {}
 MOST_S = 20.0
-"""The most seconds of any preflight: starting Python on a busy machine, 6 s to meet, 3 s to part."""
+"""The most seconds that any preflight says it took: 6 s to meet (or what --timeout says), 3 s to part, a busy machine."""
+SAID = re.compile(r"^preflight: .* in ([\d.]+) s$", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +49,14 @@ def program(emitted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  #
 def check(folder: Path, program: Path, *arguments: str, **staged: object) -> list[Ended]:
     """Look at two machines; the second rank says something only where the first cannot hear it."""
     commands = [looking(program, *arguments)] * 2
-    ended, seconds = on_two(folder, commands, **staged)  # type: ignore[arg-type]
-    assert seconds < MOST_S, ended
+    ended, _ = on_two(folder, commands, **staged)  # type: ignore[arg-type]
+    assert seconds_of(ended) < MOST_S, ended
     return ended
+
+
+def seconds_of(ended: Sequence[Ended]) -> float:
+    """The seconds that the slowest says it took; how long Python took to start before is the machine's affair."""
+    return max(float(seconds) for one in ended for seconds in SAID.findall(one.out))
 
 
 def scenario(body: Callable[[Path, Path], None]) -> Callable[[Path, Path], None]:
@@ -63,6 +70,16 @@ def test_what_is_wrong_with_a_meeting_is_named(program, tmp_path):
     for name in SCENARIOS:
         (tmp_path / name).mkdir()
     at_once({name: functools.partial(body, program, tmp_path / name) for name, body in SCENARIOS.items()})
+
+
+@scenario
+def two_machines_with_the_same_number(program, tmp_path):
+    """Both come before the limit that the wait for rank 1 ends with, so that is a long one, and begins first."""
+    environments = ({}, {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    first, _ = check(tmp_path, program, "--timeout", "12", environments=environments)
+    assert first.status == 1
+    assert first.has("error: the same rank twice: rank 0: came from", "alpha", "beta", "NODE_RANK of its own")
+    assert first.has("error: absent ranks: rank 1")
 
 
 @scenario
@@ -102,9 +119,9 @@ def test_an_interface_that_joins_nobody(program, tmp_path):
 
 @scenario
 def nobody_listens_where_all_meet(program, tmp_path):
-    (_, second), seconds = on_two(tmp_path, [[], looking(program)])
+    (_, second), _ = on_two(tmp_path, [[], looking(program)])
     assert second.status == 1
-    assert seconds < MOST_S
+    assert seconds_of([second]) < MOST_S
     assert second.has("error: closed port: rank 1 (beta): 10.9.0.1:29511 refuses", "start the first machine too")
 
 
@@ -246,15 +263,6 @@ def test_swapped_ranks(program, tmp_path):
     assert ended[0].has(
         "error: swapped ranks: rank 1 (beta)", "has 2 ranks that follow each other", "NODE_RANK of its own"
     )
-
-
-@scenario
-def two_machines_with_the_same_number(program, tmp_path):
-    environments = ({}, {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"})
-    first, _ = check(tmp_path, program, environments=environments)
-    assert first.status == 1
-    assert first.has("error: the same rank twice: rank 0: came from", "alpha", "beta", "NODE_RANK of its own")
-    assert first.has("error: absent ranks: rank 1")
 
 
 @scenario

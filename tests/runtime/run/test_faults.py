@@ -252,7 +252,20 @@ FAULTS = [
     ("lost", (2,), "so it does not arrive: look at the network of ranks 0, 2"),
     ("stuck_in_saving --timeout 8 --save-every 2", (1,), "all wait for rank 1 (writing its files of step 2)"),
 ]
-SLOW = ("asleep", "out_of_memory", "other_later", "other_seed", "flipped", "other_shape", "lost", "stuck_in_saving")
+SLOW = (
+    *(
+        "asleep",
+        "looping",
+        "out_of_memory",
+        "failing",
+        "other_later",
+        "other_seed",
+        "flipped",
+        "other_shape",
+        "other_site",
+    ),
+    *("lost", "stuck_in_saving"),
+)
 
 
 @pytest.mark.timeout(400)

@@ -38,13 +38,16 @@ def taken():
 """
 DATA = (
     TAKEN
-    + """import itertools, json, pathlib
+    + """import itertools, json, pathlib, threading
 from programs import stages
 
 def batches():
     steps, known = int(os.environ["STEPS"]), stages.batches(8)
     for n, batch in enumerate(itertools.cycle(known)):
         if n in (steps // 5, steps - 1):
+            for thread in threading.enumerate():
+                if thread.name.startswith("saving step"):
+                    thread.join()  # it has files open
             with open(pathlib.Path(__file__).parent / f"taken_{os.environ['RANK']}.jsonl", "a") as file:
                 file.write(json.dumps(taken()) + "\\n")
         yield batch

@@ -51,7 +51,7 @@ def batches(harm=lambda n: None):
 
 def dying():
     def harm(n):
-        if os.environ["RANK"] == str(n % int(os.environ["WORLD_SIZE"])) and n in (6, 13, 14) and once(f"died{n}"):
+        if os.environ["RANK"] == str(n % int(os.environ["WORLD_SIZE"])) and n in (13, 14) and once(f"died{n}"):
             os.kill(os.getpid(), signal.SIGKILL)
     return batches(harm)
 
@@ -159,10 +159,10 @@ def start(
 
 @pytest.mark.timeout(200)
 def test_ranks_that_are_killed_are_started_again_and_change_nothing(out, wanted, tmp_path):
-    process = start(out, command(out, tmp_path / "run", "dying"), restarts=3)
+    process = start(out, command(out, tmp_path / "run", "dying"), restarts=2)
     said, _ = process.communicate(timeout=180)
     assert process.returncode == 0, said[-4000:]
-    assert all((out / f"died{n}").exists() for n in (6, 13, 14))
+    assert all((out / f"died{n}").exists() for n in (13, 14))
     assert same(tmp_path / "run", wanted)
 
 
