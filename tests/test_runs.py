@@ -140,6 +140,36 @@ def test_streams_of_a_gpu_are_in_order(options: dict[str, Any]) -> None:
 # --- a share of the state
 
 
+class Square(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.product = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x).square().mean()
+
+
+def square(width: int, cluster: autopar.ClusterSpec, device: str = "meta", **options: Any) -> autopar.ParallelProgram:
+    with torch.device(device):
+        model, x = Square(width), torch.randn(3 * cluster.size, width)
+    return autopar.compile(model, cluster, (x,), optimizer=ADAMW, options=autopar.Options(**options))
+
+
+def test_a_matrix_of_half_a_gpu_fits_on_16() -> None:
+    """40 GB of weights, as many of gradients, 80 GB of moments: 10 GB a rank, beside one whole matrix at a time."""
+    program = square(100001, autopar.ClusterSpec.preset("dgx-h100", 2))
+    matrix = 4 * 100001**2
+    assert program.predicted.peak_bytes < 1.5 * matrix
+
+
+@pytest.mark.parametrize(("strategy", "microbatches"), [("zero1", 1), ("zero3", 3)])
+def test_there_is_no_second_block_while_one_is_sent(strategy: str, microbatches: int) -> None:
+    cluster = autopar.ClusterSpec.local(3)
+    program = square(4003, cluster, "cpu", strategy=strategy, microbatches=microbatches)
+    assert in_runs(program) == {"product.weight", "product.bias"}
+    assert_kept(program, (torch.randn(9, 4003),))
+
+
 class Wide(nn.Module):
     def __init__(self) -> None:
         super().__init__()
