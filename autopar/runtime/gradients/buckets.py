@@ -241,16 +241,30 @@ class Buckets:
         length, *ones = self._shard_shape(item, n)
         width = max(-(-length // PARTS), self.sizes.full // (n * item.value.element_size()))
         out, value = self._take(length, item, lent=True), item.value
-        for start in range(0, length, width):
+        for start in self._starts(length, width):
             stop = min(start + width, length)
             self._land_oldest([flight for flight in self._flights if flight.scratch is not None])
             scratch = self._take(n * (stop - start), item)
             rows = scratch.view(n, stop - start)
-            _fill(rows.view(*rows.shape, *ones), value, start, length)
+            self._fill(rows.view(*rows.shape, *ones), value, start, length)
             handle = self.comm.start_reduce_scatter_into(out[start:stop], rows, axes, site=site)
             last = ([item], [out.view(length, *ones)]) if stop == length else ([], [])
             self._flights.append(_Flight(last[0], handle, last[1], scratch, item.name not in self.leaving))
         item.value = out
+
+    def _fill(self, rows: Tensor, value: Tensor, start: int, length: int) -> None:
+        """Columns of a value's runs, (ranks, width, 1, …) of them, from one on; zeros after the value's end. length: of a run."""
+        width = rows.shape[1]
+        whole, rest = divmod(value.shape[0], length)
+        rows[:whole].copy_(value[: whole * length].unflatten(0, (whole, length))[:, start : start + width])
+        rows[whole:].zero_()
+        if start < rest:
+            last = value[whole * length + start : whole * length + min(start + width, rest)]
+            rows[whole : whole + 1, : last.shape[0]].copy_(last.unsqueeze(0))
+
+    def _starts(self, length: int, width: int) -> Sequence[int]:
+        """Where the parts of runs of some length begin."""
+        return range(0, length, width)
 
     def _land_oldest(self, flights: list[_Flight]) -> None:
         """Two of a kind may be under way at once; what has landed is let go."""
@@ -305,7 +319,7 @@ class Buckets:
             for item, start, size, shape in zip(items, starts, sizes, shapes, strict=True):
                 part = rows[:, start : start + size].view(n, *shape)
                 if item.rows:
-                    _fill(part, item.value, 0, size)
+                    self._fill(part, item.value, 0, size)
                 else:
                     part.copy_(front_chunks(item.value, item.dim, n))
                 lost.append((item.name, len(item.rest), part))
@@ -361,17 +375,6 @@ def _filled(value: Tensor, rows: int) -> Tensor:
     filled[: value.shape[0]].copy_(value)
     filled[value.shape[0] :].zero_()
     return filled
-
-
-def _fill(rows: Tensor, value: Tensor, start: int, length: int) -> None:
-    """Columns of a value's runs, (ranks, width, 1, …) of them, from one on; zeros after the value's end. length: of a run."""
-    width = rows.shape[1]
-    whole, rest = divmod(value.shape[0], length)
-    rows[:whole].copy_(value[: whole * length].unflatten(0, (whole, length))[:, start : start + width])
-    rows[whole:].zero_()
-    if start < rest:
-        last = value[whole * length + start : whole * length + min(start + width, rest)]
-        rows[whole : whole + 1, : last.shape[0]].copy_(last.unsqueeze(0))
 
 
 def _places(sizes: Sequence[int], codec: Codec | None) -> tuple[list[int], int]:
