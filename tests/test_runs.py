@@ -4,6 +4,7 @@ checkpoint to checkpoint."""
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,21 @@ def test_a_matrix_of_half_a_gpu_fits_on_16() -> None:
     program = square(100001, autopar.ClusterSpec.preset("dgx-h100", 2))
     matrix = 4 * 100001**2
     assert program.predicted.peak_bytes < 1.5 * matrix
+
+
+def test_layers_whose_dims_98304_ranks_do_not_divide_are_shared_by_all_of_them() -> None:
+    """Two of the 1000 layers of benchmarks/odd_shapes.py: 25 · 2^10 is no multiple of 3 · 2^15."""
+    from benchmarks.odd_shapes import DEEP, llama
+
+    cluster = autopar.ClusterSpec.preset("dgx-h100", 12288)
+    with torch.device("meta"):
+        deep, batch = llama(replace(DEEP, layers=2), 12288, torch.float32)
+    mesh = {"dp": 12288, "tp": 8}
+    program = autopar.compile(deep, cluster, batch, optimizer=ADAMW, options=autopar.Options(mesh=mesh))
+    (stage,) = program.lowered.stages
+    matrices = [p for p in stage.parameters.values() if len(p.type.shape) == 2]
+    assert len(in_runs(program)) >= 2 * 7
+    assert sum(p.updated_bytes(stage.mesh) for p in matrices) * cluster.size <= 1.01 * sum(p.type.nbytes for p in matrices)
 
 
 @pytest.mark.parametrize(("strategy", "microbatches"), [("zero1", 1), ("zero3", 3)])
