@@ -1,4 +1,4 @@
-"""What was refused, or slow, where sizes and ranks do not divide: predicted step, peak and seconds of planning, as JSON.
+"""Cases of sizes and ranks that do not divide, which were refused or slow: predicted step, peak and seconds of planning as JSON.
 
     python benchmarks/odd_shapes.py                         # every case
     python benchmarks/odd_shapes.py --case "70B on 24"      # those whose name contains one of these
@@ -28,9 +28,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import autopar  # noqa: E402
-from benchmarks.harness import command_line  # noqa: E402
-from benchmarks.models import Llama, LlamaShape  # noqa: E402
+import autopar
+from benchmarks.harness import command_line
+from benchmarks.models import Llama, LlamaShape
 
 LLAMA_8B = LlamaShape(layers=32, dim=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256)
 LLAMA_70B = LlamaShape(layers=80, dim=8192, ffn=28672, heads=64, kv_heads=8, vocab=128256)

@@ -175,7 +175,9 @@ def test_layers_whose_dims_98304_ranks_do_not_divide_are_shared_by_all_of_them()
     (stage,) = program.lowered.stages
     matrices = [p for p in stage.parameters.values() if len(p.type.shape) == 2]
     assert len(in_runs(program)) >= 2 * 7
-    assert sum(p.updated_bytes(stage.mesh) for p in matrices) * cluster.size <= 1.01 * sum(p.type.nbytes for p in matrices)
+    assert sum(p.updated_bytes(stage.mesh) for p in matrices) * cluster.size <= 1.01 * sum(
+        p.type.nbytes for p in matrices
+    )
 
 
 @pytest.mark.parametrize(("strategy", "microbatches"), [("zero1", 1), ("zero3", 3)])
