@@ -111,8 +111,8 @@ def _is_alone(stage: LoweredStage, call: Line, value: str) -> bool:
     template = stage.templates[call.template]
     made_by = _maker(template, call)
     name = made_by.returns[call.outs.index(value)]
-    is_read = any(name in line.reads() for line in made_by.lines)
-    return not is_read and name not in made_by.arg_types and made_by.returns.count(name) == 1
+    read = {one for line in made_by.lines for one in line.reads()}
+    return name not in read and name not in made_by.arg_types and made_by.returns.count(name) == 1
 
 
 def _maker(template: LoweredTemplate, call: CallBackward | CallWeights) -> Function:
