@@ -48,6 +48,13 @@ def test_guards_benchmark_finds_them_cheap(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_odd_shapes_benchmark_reports_a_case(tmp_path: Path) -> None:
+    (case,) = json.loads(run_script("benchmarks/odd_shapes.py", "--case", "Linear", cwd=tmp_path))["results"]
+    assert case["predicted_peak_gb"] < 80
+    assert {"capture_s", "plan_s", "lower_s", "emit_s"} < set(case)
+
+
+@pytest.mark.slow
 def test_compile_time_benchmark_reports_every_case(tmp_path: Path) -> None:
     results = json.loads(run_script("benchmarks/compile_time.py", "--quick", cwd=tmp_path))["results"]
     assert len(results) == 3

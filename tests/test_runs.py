@@ -4,6 +4,7 @@ checkpoint to checkpoint."""
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,53 @@ def test_streams_of_a_gpu_are_in_order(options: dict[str, Any]) -> None:
 
 
 # --- a share of the state
+
+
+class Square(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.product = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x).square().mean()
+
+
+def square(width: int, cluster: autopar.ClusterSpec, device: str = "meta", **options: Any) -> autopar.ParallelProgram:
+    with torch.device(device):
+        model, x = Square(width), torch.randn(3 * cluster.size, width)
+    return autopar.compile(model, cluster, (x,), optimizer=ADAMW, options=autopar.Options(**options))
+
+
+def test_a_matrix_of_half_a_gpu_fits_on_16() -> None:
+    """40 GB of weights, as many of gradients, 80 GB of moments: 10 GB a rank, beside one whole matrix at a time."""
+    program = square(100001, autopar.ClusterSpec.preset("dgx-h100", 2))
+    matrix = 4 * 100001**2
+    assert program.predicted.peak_bytes < 1.5 * matrix
+
+
+def test_layers_whose_dims_98304_ranks_do_not_divide_are_shared_by_all_of_them() -> None:
+    """Two of the 1000 layers of benchmarks/odd_shapes.py: 25 · 2^10 is no multiple of 3 · 2^15."""
+    from benchmarks.odd_shapes import DEEP, llama
+
+    cluster = autopar.ClusterSpec.preset("dgx-h100", 12288)
+    with torch.device("meta"):
+        deep, batch = llama(replace(DEEP, layers=2), 12288, torch.float32)
+    mesh = {"dp": 12288, "tp": 8}
+    program = autopar.compile(deep, cluster, batch, optimizer=ADAMW, options=autopar.Options(mesh=mesh))
+    (stage,) = program.lowered.stages
+    matrices = [p for p in stage.parameters.values() if len(p.type.shape) == 2]
+    assert len(in_runs(program)) >= 2 * 7
+    assert sum(p.updated_bytes(stage.mesh) for p in matrices) * cluster.size <= 1.01 * sum(
+        p.type.nbytes for p in matrices
+    )
+
+
+@pytest.mark.parametrize(("strategy", "microbatches"), [("zero1", 1), ("zero3", 3)])
+def test_there_is_no_second_block_while_one_is_sent(strategy: str, microbatches: int) -> None:
+    cluster = autopar.ClusterSpec.local(3)
+    program = square(4003, cluster, "cpu", strategy=strategy, microbatches=microbatches)
+    assert in_runs(program) == {"product.weight", "product.bias"}
+    assert_kept(program, (torch.randn(9, 4003),))
 
 
 class Wide(nn.Module):

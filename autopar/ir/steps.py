@@ -12,7 +12,6 @@ which conversions are found, printed, typed and priced.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -79,12 +78,7 @@ STEP_KINDS: dict[str, StepKind] = {
         sends=False,
         copied_s=lambda held, size, dims, copy_s: 0.1 * copy_s * held / size + 1e-9,
     ),
-    "flatten": StepKind(
-        TABLE_STEPS["flatten"],
-        "flat",
-        sends=False,
-        copied_s=lambda held, size, dims, copy_s: 2 * copy_s * held if math.prod(dims) % size else 0.0,
-    ),
+    "flatten": StepKind(TABLE_STEPS["flatten"], "flat", sends=False),
     "take": StepKind(
         TABLE_STEPS["take"],
         "taken",

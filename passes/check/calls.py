@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from autopar.errors import CheckError
-from autopar.ir.lines import AddGradient, CallBackward, CallForward, CallWeights, Function, Ref, Stored
+from autopar.ir.lines import AddGradient, CallBackward, CallForward, CallWeights, Function, Line, Ref, Stored
 from autopar.ir.lowered import LoweredStage, LoweredTemplate
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
@@ -83,6 +83,7 @@ def _check_gradients(stage: LoweredStage, typed: Mapping[str, Mapping[str, Typed
     arrives: dict[str, Spec] = {}
     for function in stage.functions:
         reads = Counter(name for line in function.lines for name in line.reads())
+        makers = {value: line for line in reversed(function.lines) for value in line.outs}
         for line in function.lines:
             if not isinstance(line, AddGradient):
                 continue
@@ -90,7 +91,7 @@ def _check_gradients(stage: LoweredStage, typed: Mapping[str, Mapping[str, Typed
             type_, spec = typed[function.name][line.value]
             if type_.shape != parameter.type.shape or arrives.setdefault(name, spec) != spec:
                 raise CheckError(f"{function.name}: {line.value}, {spec.show(type_)}, is no gradient of {name}")
-            if line.owned and (reads[line.value] > 1 or not _is_alone(stage, function, line.value)):
+            if line.owned and (reads[line.value] > 1 or not _is_alone(stage, makers[line.value], line.value)):
                 raise CheckError(f"{function.name}: {line.value} goes to the store as its own, and is read elsewhere")
             added[name] += 1
     for name, parameter in stage.parameters.items():
@@ -103,9 +104,8 @@ def _check_gradients(stage: LoweredStage, typed: Mapping[str, Mapping[str, Typed
             )
 
 
-def _is_alone(stage: LoweredStage, function: Function, value: str) -> bool:
-    """Whether the call that makes a value gives it out once and reads it nowhere."""
-    call = next(line for line in function.lines if value in line.outs)
+def _is_alone(stage: LoweredStage, call: Line, value: str) -> bool:
+    """Whether the line that makes a value is a call that gives it out once and reads it nowhere."""
     if not isinstance(call, (CallBackward, CallWeights)):
         return False
     template = stage.templates[call.template]

@@ -10,6 +10,9 @@ half of what is left of the step: the last one is small, also of a model that wo
     all_reduce bucket        [ g0 ........ | g1 .... | g2 ...... ]                 results are views of the bucket
     reduce_scatter bucket    [ g0[0] g1[0] | g0[1] g1[1] | … ]  row i: the i-th shards    results are views of one row
 
+A block that ranks cut in runs and that does not divide is filled up with zeros where its runs are packed. A large one is sent in
+parts, columns of its runs, so that no second block is there meanwhile.
+
 What is packed to be scattered lies in a pool; results are parts of buckets that last until `forget`. All ranks run the
 same program, so buckets fill, and collectives start, in the same order everywhere. Values that are to be compressed have
 buckets of their own, always packed, whose rows compression.py sums. Each then has blocks of its own, so that what it becomes
@@ -29,6 +32,7 @@ from torch import Tensor
 from ..comm.buffers import BufferPool
 from ..comm.calls import Handle
 from ..comm.comm import Axes, Comm, front_chunks
+from ..comm.mesh import run_shape
 from ..comm.reshard import TABLE_STEPS, TableStep, run_step
 from ..errors import RuntimeProgramError
 from .compression import Codec, Unsent, start_gathered_rows, start_scattered_sum
@@ -36,6 +40,8 @@ from .compression import Codec, Unsent, start_gathered_rows, start_scattered_sum
 Steps = tuple[TableStep, ...]
 MIB = 1 << 20
 BUCKETED = ("all_reduce", "reduce_scatter")
+PARTS = 16
+"""The most messages in which a large block is sent whose elements do not divide."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +76,20 @@ def bytes_in_buckets(shard_bytes: float, steps: Steps, size: Callable[[Axes], in
 
 @dataclass(slots=True)
 class _Item:
+    """rows: as many as a value's elements, (elements, 1, …), are filled up to with zeros (0: it is sent as it is)."""
+
     name: str
     value: Tensor
     owned: bool
     dim: int
     rest: Steps
     codec: Codec | None = None
+    rows: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements that travel."""
+        return self.rows or self.value.numel()
 
 
 @dataclass(slots=True)
@@ -86,14 +100,14 @@ class _Bucket:
 
 @dataclass(slots=True)
 class _Flight:
-    """An issued bucket: wait, then hand every item its part of the result. second: starts the message that has to follow the
-    first before there is a result."""
+    """An issued bucket: wait, then hand every item its part of the result. pooled: what it scatters lies in the pool; second:
+    starts the message that has to follow the first before there is a result."""
 
     items: list[_Item]
     handle: Handle[Tensor]
     results: list[Tensor]
     scratch: Tensor | None
-    packed: bool
+    pooled: bool
     second: Callable[[], Handle[Tensor]] | None = None
 
 
@@ -158,21 +172,31 @@ class Buckets:
 
     def add(self, name: str, value: Tensor, owned: bool, steps: Steps, landed: bool = False) -> None:
         """Send a value along its steps. owned: it may be reduced in place. landed: it is part of a bucket of ours."""
+        rows = 0
         while steps and (steps[0][0] not in BUCKETED or self.comm.axis_size(steps[0][1]) == 1):
-            if self.comm.axis_size(steps[0][1]) > 1:
+            (kind, axes, *_), n = steps[0], self.comm.axis_size(steps[0][1])
+            if n > 1 and kind == "flatten" and value.is_contiguous() and value.numel() % n:
+                length, *ones = run_shape(value.shape, n)
+                rows, value = n * length, value.view(-1, *ones)
+            elif n > 1 and rows:  # a shard of these
+                rows //= n
+                value = value[self.comm.axis_index(axes) * rows :][:rows]
+            elif n > 1:
                 value = run_step(self.comm, value, steps[0], site=f"gradient of {name}")
-                owned = owned or not TABLE_STEPS[steps[0][0]].view
+                owned = owned or not TABLE_STEPS[kind].view
             steps = steps[1:]
         if not steps:
+            if rows:
+                value, owned = _filled(value, rows), True
             self.arrive(name, value, owned or landed)
             return
         kind, axes, *dims = steps[0]
         codec = self.codecs.get(name)
         key = (kind, axes, value.dtype, name in self.leaving, codec)
-        nbytes = value.numel() * value.element_size()
-        item = _Item(name, value, owned, dims[0] % value.dim() if dims else 0, steps[1:], codec)
+        item = _Item(name, value, owned, dims[0] % value.dim() if dims else 0, steps[1:], codec, rows)
+        nbytes = item.numel * value.element_size()
         if self._direct(kind, item, nbytes):
-            self._launch(kind, axes, [item], packed=False)
+            self._launch(kind, axes, [item], packed=rows > 0)
         else:
             bucket = self._buckets.setdefault(key, _Bucket())
             bucket.items.append(item)
@@ -197,7 +221,7 @@ class Buckets:
     def _launch(self, kind: str, axes: Any, items: list[_Item], packed: bool) -> None:
         names = items[0].name if len(items) == 1 else f"{items[0].name} … {items[-1].name}"
         site = f"gradients of {names}"
-        self._sent += sum(item.value.numel() * item.value.element_size() for item in items)
+        self._sent += sum(item.numel * item.value.element_size() for item in items)
         if kind == "all_reduce":
             if items[0].name in self.leaving:
                 self._land_oldest([f for f in self._flights if f.scratch is None and f.items[0].name in self.leaving])
@@ -205,8 +229,42 @@ class Buckets:
                 self._land_oldest([flight for flight in self._flights if flight.second is not None])
             self._flights.append(self._all_reduce(axes, items, packed, site))
             return
+        if len(items) == 1 and items[0].rows and items[0].codec is None:
+            self._scatter_parts(axes, items[0], site)
+            return
         self._land_oldest([flight for flight in self._flights if flight.scratch is not None])
         self._flights.append(self._reduce_scatter(axes, items, packed, site))
+
+    def _scatter_parts(self, axes: Any, item: _Item, site: str) -> None:
+        """Scatter a value that is filled up, in as many messages as keep its copy small."""
+        n = self.comm.axis_size(axes)
+        length, *ones = self._shard_shape(item, n)
+        width = max(-(-length // PARTS), self.sizes.full // (n * item.value.element_size()))
+        out, value = self._take(length, item, lent=True), item.value
+        for start in self._starts(length, width):
+            stop = min(start + width, length)
+            self._land_oldest([flight for flight in self._flights if flight.scratch is not None])
+            scratch = self._take(n * (stop - start), item)
+            rows = scratch.view(n, stop - start)
+            self._fill(rows.view(*rows.shape, *ones), value, start, length)
+            handle = self.comm.start_reduce_scatter_into(out[start:stop], rows, axes, site=site)
+            last = ([item], [out.view(length, *ones)]) if stop == length else ([], [])
+            self._flights.append(_Flight(last[0], handle, last[1], scratch, item.name not in self.leaving))
+        item.value = out
+
+    def _fill(self, rows: Tensor, value: Tensor, start: int, length: int) -> None:
+        """Columns of a value's runs, (ranks, width, 1, …) of them, from one on; zeros after the value's end. length: of a run."""
+        width = rows.shape[1]
+        whole, rest = divmod(value.shape[0], length)
+        rows[:whole].copy_(value[: whole * length].unflatten(0, (whole, length))[:, start : start + width])
+        rows[whole:].zero_()
+        if start < rest:
+            last = value[whole * length + start : whole * length + min(start + width, rest)]
+            rows[whole : whole + 1, : last.shape[0]].copy_(last.unsqueeze(0))
+
+    def _starts(self, length: int, width: int) -> Sequence[int]:
+        """Where the parts of runs of some length begin."""
+        return range(0, length, width)
 
     def _land_oldest(self, flights: list[_Flight]) -> None:
         """Two of a kind may be under way at once; what has landed is let go."""
@@ -248,7 +306,7 @@ class Buckets:
     def _reduce_scatter(self, axes: Any, items: list[_Item], packed: bool, site: str) -> _Flight:
         n = self.comm.axis_size(axes)
         shapes = [self._shard_shape(item, n) for item in items]
-        sizes = [item.value.numel() // n for item in items]
+        sizes = [item.numel // n for item in items]
         codec = items[0].codec
         starts, width = _places(sizes, codec)
         out = self._take(width, items[0], lent=True)
@@ -260,7 +318,11 @@ class Buckets:
                 rows.zero_()
             for item, start, size, shape in zip(items, starts, sizes, shapes, strict=True):
                 part = rows[:, start : start + size].view(n, *shape)
-                lost.append((item.name, len(item.rest), part.copy_(front_chunks(item.value, item.dim, n))))
+                if item.rows:
+                    self._fill(part, item.value, 0, size)
+                else:
+                    part.copy_(front_chunks(item.value, item.dim, n))
+                lost.append((item.name, len(item.rest), part))
                 item.value = scratch
         else:
             scratch = items[0].value
@@ -274,10 +336,11 @@ class Buckets:
             self.unsent.add_to(lost, codec)
             handle = start_scattered_sum(self.comm, codec, rows, out, axes, site)
             self.unsent.keep(lost, codec)
-        return _Flight(items, handle, results, scratch, packed)
+        return _Flight(items, handle, results, scratch, packed and items[0].name not in self.leaving)
 
     def _shard_shape(self, item: _Item, n: int) -> tuple[int, ...]:
         shape = list(item.value.shape)
+        shape[item.dim] = item.rows or shape[item.dim]
         if shape[item.dim] % n:
             raise RuntimeProgramError(
                 f"gradient of {item.name!r}: dim {item.dim} of {tuple(shape)} cannot be split in {n}"
@@ -290,7 +353,7 @@ class Buckets:
         if flight.second is not None:
             self._flights.append(replace(flight, handle=flight.second(), second=None))
             return
-        if flight.scratch is not None and flight.packed and flight.items[0].name not in self.leaving:
+        if flight.scratch is not None and flight.pooled:
             self._pool.give(flight.scratch)
         for item, result in zip(flight.items, flight.results, strict=True):
             # Results of later all_reduce rounds are packed anew: views of a bucket are never given away.
@@ -304,6 +367,14 @@ class Buckets:
         if item.name not in self.leaving and item.name not in self.added:
             self._lent.append(buffer)
         return buffer
+
+
+def _filled(value: Tensor, rows: int) -> Tensor:
+    """The elements of a value, (elements, 1, …), and zeros after them, in memory of their own."""
+    filled = value.new_empty(rows, *value.shape[1:])
+    filled[: value.shape[0]].copy_(value)
+    filled[value.shape[0] :].zero_()
+    return filled
 
 
 def _places(sizes: Sequence[int], codec: Codec | None) -> tuple[list[int], int]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -65,6 +68,65 @@ def test_a_gradient_that_fills_a_late_bucket_is_scattered_alone_and_no_smaller_o
     assert sent_bytes(2, 256, sizes, step=scatter) == [1024, 1024]
     assert sent_bytes(4, 128, sizes, step=scatter) == [512, 3 * 512]
     assert BucketSizes.direct == BucketSizes.least
+
+
+# --- runs of a block that does not divide
+
+
+def runs(
+    steps: tuple[TableStep, ...], sizes: BucketSizes, sent: list[int], block: tuple[int, ...] = (5, 5)
+) -> list[torch.Tensor]:
+    """Every rank of a=2 × b=3 has, after steps, this of a float64 gradient that is (rank + 1) times its elements' numbers. sent:
+    takes elements of rank 0's messages."""
+    elements = math.prod(block)
+
+    def body(comm):
+        launch = comm._start
+        if comm.rank == 0:
+            comm._start = lambda call: sent.append(call.inp.numel()) or launch(call)
+        store = GradStore(comm, {"g": GradEntry(1, steps), "other": GradEntry(1, steps)}, sizes=sizes)
+        for name in store.table:
+            store.add(name, (comm.rank + 1) * torch.arange(1.0, elements + 1, dtype=torch.float64).view(block))
+        return store.finish()["g"]
+
+    return run_threads(6, {"a": 2, "b": 3}, body, timeout_s=30)
+
+
+SMALL = BucketSizes(full=48, first=48, direct=48, least=48)
+"""Sizes in bytes at which a block of 25 elements travels alone, in parts."""
+
+
+@pytest.mark.parametrize("sizes", [SMALL, BucketSizes()])
+@pytest.mark.parametrize(
+    ("steps", "factors"),
+    [
+        ((("reduce_scatter", ("a",), 0), ("reduce_scatter", ("b",), 0)), [21] * 6),
+        ((("shard", ("a",), 0), ("reduce_scatter", ("b",), 0)), [6] * 3 + [15] * 3),
+        ((("reduce_scatter", ("a",), 0), ("shard", ("b",), 0)), [5, 7, 9] * 2),
+        ((("shard", ("a",), 0), ("shard", ("b",), 0)), [1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_runs_of_a_block_that_does_not_divide_are_its_elements_in_order(
+    sizes: BucketSizes, steps: tuple[TableStep, ...], factors: list[int]
+) -> None:
+    filled = torch.cat([torch.arange(1.0, 26, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)])
+    for rank, run in enumerate(runs((("flatten", ("a", "b"), 5, 5), *steps), sizes, [])):
+        assert run.tolist() == (factors[rank] * filled[5 * rank : 5 * rank + 5]).view(5, 1).tolist()
+
+
+def test_a_large_block_that_does_not_divide_is_sent_in_parts() -> None:
+    sent: list[int] = []
+    steps = (("flatten", ("a", "b"), 25, 25), ("reduce_scatter", ("a",), 0), ("reduce_scatter", ("b",), 0))
+    runs(steps, SMALL, sent, (25, 25))
+    assert sent[:16] == [40] * 15 + [30]  # of 630 elements with those that fill up, the runs of both ranks side by side
+    sent.clear()
+    runs(steps, replace(SMALL, full=2 * 100 * 8), sent, (25, 25))
+    assert sent[:4] == [200, 200, 200, 30]
+
+
+def test_a_shard_of_runs_holds_no_memory_of_the_block() -> None:
+    steps = (("flatten", ("a", "b"), 5, 5), ("shard", ("a",), 0), ("shard", ("b",), 0))
+    assert all(run.untyped_storage().nbytes() == 5 * 8 for run in runs(steps, BucketSizes(), []))
 
 
 @pytest.mark.parametrize(
