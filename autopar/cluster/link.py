@@ -60,6 +60,12 @@ class LinkLevel:
         """Which group of this level a rank belongs to."""
         return bisect_right(self.starts, rank) - 1 if self.starts else rank // self.group_size
 
+    def place_of(self, first: int, count: int) -> tuple[int, float]:
+        """How so many ranks from one on lie: after how many others of the first one's group, and at which rate."""
+        groups = range(self.group_of(first), self.group_of(first + count - 1) + 1)
+        start = self.starts[groups[0]] if self.starts else groups[0] * self.group_size
+        return first - start, self.rate_Bps(tuple(groups) if self.group_bandwidths else ())
+
     def rate_Bps(self, groups: tuple[int, ...] = ()) -> float:
         """Bytes/s that large messages reach, of the slowest among `groups`."""
         nominal = self.bandwidth_Bps

@@ -89,6 +89,12 @@ class ClusterSpec(Description):
             {d for start, (n, d) in spans if start < first + count and first < start + n} | {own}
         )
 
+    @cached_property
+    def kind_starts(self) -> list[int]:
+        """The first rank of every run of equal devices."""
+        before = (None, *(device for _, device in self.devices))
+        return [start for start, was, (_, now) in zip(self._starts, before, self.devices, strict=False) if was != now]
+
     @property
     def homogeneous_devices(self) -> bool:
         """Whether all devices are alike."""

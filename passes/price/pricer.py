@@ -310,7 +310,7 @@ class Pricers:
     def __getitem__(self, mesh: Mesh) -> Pricer:
         if self.is_over():
             raise OutOfTime
-        where = tuple(mesh.offset % level.group_size for level in self.cluster.levels)
+        where = tuple(level.place_of(mesh.offset, mesh.size) for level in self.cluster.levels[:-1])
         ends = mesh.offset == 0 and mesh.size == self.cluster.size
-        key = (Pricer, mesh.axes, self.cluster.pace(mesh.offset, mesh.size), where[:-1], ends)
+        key = (Pricer, mesh.axes, self.cluster.pace(mesh.offset, mesh.size), where, ends)
         return self.memo.get(key, lambda: Pricer(self.cluster, mesh, self.software, self.memo))

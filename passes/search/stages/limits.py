@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.cluster import ClusterSpec
 from autopar.errors import InputError
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
@@ -72,17 +71,6 @@ def boundary_calls(program: Program, paths: Sequence[str]) -> tuple[int, ...]:
     return tuple(firsts)
 
 
-def device_kinds(cluster: ClusterSpec) -> list[int]:
-    """First rank of every run of equal devices."""
-    firsts: list[int] = []
-    rank = 0
-    for count, device in cluster.devices:
-        if not firsts or device != cluster.device(rank - 1):
-            firsts.append(rank)
-        rank += count
-    return firsts
-
-
 @dataclass(frozen=True)
 class StageLimits:
     """The freedom that options leave about the stages of a task.
@@ -104,7 +92,7 @@ class StageLimits:
         options, program, cluster = task.options, task.program, task.cluster
         named = options.stage_boundaries
         boundaries = boundary_calls(program, named) if named is not None else None
-        kinds = device_kinds(cluster)
+        kinds = cluster.kind_starts
         ends = [*kinds[1:], cluster.size]
         return cls(
             boundaries,
