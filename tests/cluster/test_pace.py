@@ -11,7 +11,13 @@ from torch import nn
 import autopar
 from autopar.cluster import ClusterSpec
 from autopar.cluster.device import DeviceSpec, device_preset
+from autopar.costmodel.estimator.search import search
+from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
+from autopar.costmodel.estimator.step import estimate
+from autopar.costmodel.estimator.workload import StepPlan
+from autopar.costmodel.software import Software
 
+GPT = TransformerShape(layers=12, hidden=768, heads=12, ffn=3072, vocab=50304, seq_len=1024, name="GPT-2")
 KINDS = {name: device_preset(name) for name in ("h100", "a100", "v100")}
 
 
@@ -37,6 +43,19 @@ def test_the_pace_is_that_of_the_ranks_that_are_meant() -> None:
     assert cluster.pace(0, 4) == cluster.pace(8, 4) == KINDS["h100"]
     assert cluster.pace(4, 2) == KINDS["v100"]
     assert cluster.pace(2, 4) == cluster.pace(0, 12) == DeviceSpec.slowest_of([KINDS["h100"], KINDS["v100"]])
+
+
+def test_a_dtype_that_all_kinds_have_is_chosen_where_none_is_named() -> None:
+    plan = StepPlan(ParallelConfig(dp=8), 1)
+    for names, dtype in ((("h100", "a100"), "bfloat16"), (("h100", "v100"), "float16"), (("v100", "v100"), "float16")):
+        cluster = cluster_of(*names)
+        assert cluster.half_dtype == dtype
+        chosen = estimate(GPT, cluster, plan, batch=8)
+        assert chosen == estimate(GPT, cluster, plan, batch=8, software=Software(dtype))
+        assert chosen == estimate(GPT, cluster_of(*names[::-1]), plan, batch=8)
+        assert search(GPT, cluster, batch=8, top=1).best
+    only_32 = DeviceSpec("plain", {"float32": 1e13}, 1e10, 1e11)
+    assert ClusterSpec.homogeneous(devices=2, device=only_32).half_dtype == "float32"
 
 
 def test_the_order_of_machines_changes_no_plan_on_one_mesh_and_no_time() -> None:

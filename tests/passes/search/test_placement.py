@@ -93,7 +93,9 @@ def test_ranks_change_places_within_their_kind_and_machines_are_those_listed() -
     for stage in program.plan.stages:
         ranks = range(stage.mesh.offset, stage.mesh.offset + 8)
         assert len({program.cluster.device(rank) for rank in ranks}) == 1, "a kind of its own"
-    nodes = [{rank // 8 * 2 + rank % 2 for rank in program.plan.placement[first : first + 4]} for first in range(0, 16, 4)]
+    nodes = [
+        {rank // 8 * 2 + rank % 2 for rank in program.plan.placement[first : first + 4]} for first in range(0, 16, 4)
+    ]
     assert sorted(map(len, nodes)) == [1] * 4, "one tp group per node"
     assert autopar.verify(program, program.model, batch()).max_error <= 1e-9
 
