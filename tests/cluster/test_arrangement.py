@@ -13,6 +13,7 @@ import autopar
 from autopar.cluster import ClusterSpec
 from autopar.cluster.arrangement import arranged, arrangements, placement_onto
 from autopar.cluster.device import device_preset
+from autopar.errors import InputError
 from autopar.passes.search import best_plans
 from autopar.plan import Plan
 
@@ -104,6 +105,12 @@ def test_groups_of_links_stay_whole_whatever_their_size_and_rate() -> None:
         level = cluster.levels[0]
         assert level.starts in ((0, 8, 12, 20, 24), (0, 8, 12, 16, 24))
         assert sorted(level.group_bandwidths) == [150e9, 300e9, 300e9, 450e9, 450e9]
+
+
+@pytest.mark.parametrize("asked", [{"chunks": 2}, {"schedule": "interleaved"}, {"schedule": "zb-v"}], ids=str)
+def test_several_stages_per_group_are_refused_by_name_where_devices_differ(asked: dict[str, object]) -> None:
+    with pytest.raises(InputError, match=r"2 stages per group of ranks.*this cluster has h100 and v100"):
+        compiled(listed("h100", "v100"), pp=2, **asked)
 
 
 def test_one_kind_stays_as_it_is_listed_and_of_many_kinds_two_orders_are_tried() -> None:

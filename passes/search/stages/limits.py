@@ -30,7 +30,8 @@ def leaves_stages_open(options: Options, ranks: int) -> bool:
 
 
 def check_pipeline_options(task: Task) -> None:
-    """Raises InputError for more stages than there are places to cut, unknown schedules and boundaries."""
+    """Raises InputError for more stages than there are places to cut, unknown schedules and boundaries, and for several stages
+    per group where devices differ."""
     options = task.options
     most = len(cut_points(task.program)) + 1
     want = (options.pp or 1) * (options.chunks or 1)
@@ -43,6 +44,13 @@ def check_pipeline_options(task: Task) -> None:
     if options.schedule not in ("auto", *SCHEDULES):
         raise InputError(
             f"Options.schedule {options.schedule!r} is unknown; choose auto or one of {', '.join(SCHEDULES)}"
+        )
+    per_group = max(options.chunks or 1, 1 if options.schedule == "auto" else SCHEDULES[options.schedule].stages[0])
+    if per_group > 1 and not task.cluster.homogeneous_devices:
+        raise InputError(
+            f"Options ask for {per_group} stages per group of ranks, for which groups are to be alike; this cluster has "
+            f"{' and '.join(sorted({d.name for _, d in task.cluster.devices}))}; leave Options.chunks out, and choose 1f1b, a "
+            "zb-h schedule or auto"
         )
     if options.stage_boundaries is not None:
         stages = len(boundary_calls(task.program, options.stage_boundaries)) + 1
