@@ -45,7 +45,7 @@ _LINKS: dict[str, Schema[Any]] = {
     "latency_us": number(0, MOST_SECONDS * 1e6),
     "efficiency": SHARE,
 }
-_NETWORK: dict[str, Schema[Any]] = {**_LINKS, "oversubscription": OVERSUBSCRIPTION}
+_NETWORK: dict[str, Schema[Any]] = {**_LINKS, "oversubscription": OVERSUBSCRIPTION, "shared": flag()}
 _NODE: dict[str, Schema[Any]] = {
     **_LINKS,
     "count": RANKS,
@@ -230,11 +230,7 @@ def _described_link(link: LinkLevel, entry: Mapping[str, Any]) -> LinkLevel:
         link = replace(link, latency_s=entry["latency_us"] * 1e-6, base_s=0.0, ramp_s=0.0)
     if "efficiency" in entry:
         link = replace(link, efficiency=entry["efficiency"], in_switch_efficiency=entry["efficiency"])
-    if "oversubscription" in entry:
-        link = replace(link, oversubscription=entry["oversubscription"])
-    if "in_switch" in entry:
-        link = replace(link, in_switch=entry["in_switch"])
-    return link
+    return replace(link, **{name: entry[name] for name in ("in_switch", "shared", "oversubscription") if name in entry})
 
 
 def _tiered(cluster: Description, tiers: Any) -> Description:
