@@ -203,13 +203,15 @@ def _node_level(nodes: Sequence[_Nodes]) -> LinkLevel:
     each = [run for run in nodes for _ in range(run.count)]
     if len({link.group_size for link in inside}) > 1:
         level = replace(level, starts=tuple(accumulate((run.per_node for run in each[:-1]), initial=0)))
-    if len({run.rate_Bps for run in nodes}) > 1:
-        level = replace(level, group_bandwidths=tuple(run.rate_Bps for run in each))
+    rates = [run.rate_Bps * run.inside.efficiency / level.efficiency for run in each]
+    if len(set(rates)) > 1:
+        level = replace(level, group_bandwidths=tuple(rates))
     return level
 
 
 def _weakest(links: Sequence[LinkLevel]) -> LinkLevel:
-    """A level that can what the weakest of these can, whatever their order."""
+    """A level that can what the weakest of these can, whatever their order; its direct links are those of the link with fewest,
+    as a rate that is split where nothing splits it would be far too low."""
     return replace(
         links[0],
         group_size=max(link.group_size for link in links),
@@ -220,7 +222,7 @@ def _weakest(links: Sequence[LinkLevel]) -> LinkLevel:
         efficiency=min(link.efficiency for link in links),
         in_switch_efficiency=min(link.in_switch_efficiency for link in links),
         in_switch=all(link.in_switch for link in links),
-        mesh_links=max(link.mesh_links for link in links),
+        mesh_links=min(link.mesh_links for link in links),
     )
 
 

@@ -11,6 +11,7 @@ from torch import nn
 import autopar
 from autopar.cluster import ClusterSpec
 from autopar.cluster.device import DeviceSpec, device_preset
+from autopar.costmodel.collective import collective_time_s, message_time_s
 from autopar.costmodel.estimator.search import search
 from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
 from autopar.costmodel.estimator.step import estimate
@@ -80,3 +81,24 @@ def test_the_order_of_machines_changes_no_plan_on_one_mesh_and_no_time() -> None
     ((mixed_s, _, _),) = orders
     assert mixed_s >= step("a100", "a100")[0]
     assert mixed_s == pytest.approx(step("a100", "a100")[0], rel=0.05)
+
+
+def test_a_ring_crosses_the_link_that_a_node_shares_once() -> None:
+    """A node's card carries 2 (n - 1)/n of the bytes of an all-reduce over n ranks, however many of them the node has."""
+    nodes = [{"count": 4, "device": "t4", "devices_per_node": 4, "bandwidth_GBps": 1000}]
+    network = {"bandwidth_GBps": 1.5, "latency_us": 0, "efficiency": 1}
+    rails, card = (ClusterSpec.from_dict({"nodes": nodes, "network": {**network, "shared": b}}) for b in (False, True))
+    assert ClusterSpec.from_dict(card.to_dict()) == card
+    assert rails.levels[-1] != card.levels[-1]
+    nbytes = 1e9
+    for ranks in (tuple(range(8)), tuple(range(16)), (0, 4, 8, 12)):
+        n, nodes_of = len(ranks), len(ranks) // 4 if len(ranks) > 4 else len(ranks)
+        inside = n // nodes_of
+        flat_s = 2 * (n - 1) / n * nbytes / inside / 1.5e9
+        assert collective_time_s(card, "all_reduce", nbytes, ranks) == pytest.approx(flat_s, rel=0.02)
+        parts_s = 2 * (nodes_of - 1) / nodes_of * nbytes / inside / 1.5e9
+        assert collective_time_s(rails, "all_reduce", nbytes, ranks) == pytest.approx(parts_s, rel=0.02)
+    for senders in (1, 2, 4):
+        assert message_time_s(card, nbytes, (3, 4), senders) == pytest.approx(nbytes / 1.5e9 * senders / 4, rel=0.02)
+        assert message_time_s(rails, nbytes, (3, 4), senders) == pytest.approx(nbytes / 1.5e9, rel=0.02)
+        assert message_time_s(card, nbytes, (2, 3), senders) == message_time_s(rails, nbytes, (2, 3), 4)

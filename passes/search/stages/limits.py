@@ -112,7 +112,7 @@ class StageLimits:
         )
 
     def submeshes(self, task: Task) -> list[Mesh]:
-        """Submeshes that stages may have, fast links filled first."""
+        """Submeshes that stages may have, each of devices of one kind, fast links filled first."""
         ranks, pp = task.cluster.size, self.pp
         if pp is not None and ranks % pp == 0 and not (self.mixed and task.options.mesh is None):
             sizes = [ranks // pp]
@@ -120,8 +120,9 @@ class StageLimits:
             sizes = [n for n in range(1, ranks) if self._may_have(n, ranks)]
         return [
             Mesh(mesh.axes, first)
-            for first in self.kinds
+            for first, available in zip(self.kinds, self.available, strict=True)
             for n in sizes
+            if n <= available
             for mesh in reversed(candidate_meshes(task.cluster, task.options, n))
         ]
 
