@@ -16,6 +16,7 @@ from autopar.capture.examples.buckets import Sizes
 from autopar.capture.examples.default_device import with_cpu_as_default
 from autopar.capture.examples.inputs import LossFunction
 from autopar.cluster import ClusterSpec
+from autopar.cluster.arrangement import arranged, arrangements, placement_onto
 from autopar.errors import InputError, NoRoomError, PlanError
 from autopar.ir.memory_levers import forced_offload
 from autopar.ir.program import Program
@@ -104,9 +105,12 @@ def _compiled(request: Request, rules: RuleBook, first: ParallelProgram | None =
     capture_s = time.perf_counter() - started
     setting_for = functools.partial(_setting, request, program)
     setting = setting_for(request.cluster.size)
+    given = first.plan if first is not None else request.plan
+    listed = request.cluster
+    cluster = arrangements(listed)[0].cluster if given is None else arranged(listed, given.placement)
     layout = laid_out_as(first, program) if first is not None else None
     order = _forced_order(request) or 0
-    task = Task(program, request.cluster, rules, setting, request.options, batches, layout=layout, order=order)
+    task = Task(program, cluster, rules, setting, request.options, batches, layout=layout, order=order)
     with infrequent_gc():
         if request.plan is not None:
             plans = [(task, replayed(task, request.plan))]
@@ -118,7 +122,7 @@ def _compiled(request: Request, rules: RuleBook, first: ParallelProgram | None =
         if first is not None:
             best = replace(best, plan=replace(best.plan, placement=first.plan.placement))
         elif request.plan is None:
-            best = _on_ranks(task, best)
+            best = _on_ranks(task, best, placement_onto(listed, task.cluster))
     lowering_s = sum({id(t): t.lowering_s for t, _ in plans}.values())
     seconds = {
         "capture_s": capture_s,
@@ -157,14 +161,17 @@ def _searched(task: Task, batch: int, setting_for: Callable[[int], Setting]) -> 
     return plans
 
 
-def _on_ranks(task: Task, candidate: PricedPlan) -> PricedPlan:
-    """The candidate lowered, with the placement of its ranks."""
+def _on_ranks(task: Task, candidate: PricedPlan, onto: tuple[int, ...]) -> PricedPlan:
+    """The candidate lowered, with the placement of its ranks. onto: the place in the task's cluster of every machine's device as
+    they are listed (empty: the same)."""
     candidate = task.finish(candidate)
     assert candidate.lowered is not None
     assert candidate.account is not None
     found, plan = find_placement(candidate.plan, candidate.lowered, candidate.account, task.cluster)
     if found is not None:
         candidate = replace(candidate, placed_by=found.method, placement_gap=found.gap)
+    if onto:
+        plan = replace(plan, placement=tuple(plan.placement[place] if plan.placement else place for place in onto))
     return replace(candidate, plan=plan)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from autopar.capture.exported import Captured
 from autopar.cluster import ClusterSpec
+from autopar.cluster.arrangement import arranged
 from autopar.errors import InputError
 from autopar.ir.by_node import ALL_FLAT, ByNode
 from autopar.ir.lowered import LoweredProgram, LoweredStage
@@ -132,9 +133,10 @@ class Compiled:
     def model(self) -> nn.Module:
         return self.request.model
 
-    @property
+    @cached_property
     def cluster(self) -> ClusterSpec:
-        return self.request.cluster
+        """The cluster in the order of the plan's ranks."""
+        return arranged(self.request.cluster, self.plan.placement)
 
     @property
     def options(self) -> Options:

@@ -18,6 +18,7 @@ from autopar.capture.examples.trees import check_like, rebuild
 from autopar.capture.export.saved_names import saved_names, saved_state
 from autopar.capture.exported import Captured
 from autopar.cluster import ClusterSpec, resized
+from autopar.cluster.arrangement import arranged
 from autopar.codegen.directory import BucketContents, Contents, write_directory
 from autopar.codegen.in_process import InProcess, load, train
 from autopar.codegen.pipeline import batch_shapes, pipeline_source
@@ -137,7 +138,7 @@ class ParallelProgram(Compiled):
         """The clusters that `save` is told of. Raises InputError, ClusterError."""
         if isinstance(also, str) or not isinstance(also, Sequence):
             raise InputError(f"save: also is a list of numbers of ranks or of clusters, not {shown(also)}")
-        clusters = [resized(self.cluster, one) if isinstance(one, int) else as_cluster(one) for one in also]
+        clusters = [resized(self.request.cluster, one) if isinstance(one, int) else as_cluster(one) for one in also]
         sizes = [self.cluster.size, *(cluster.size for cluster in clusters)]
         twice = next((size for size in sizes if sizes.count(size) > 1), None)
         if twice is not None:
@@ -312,9 +313,8 @@ class ParallelProgram(Compiled):
         """A captured program under a plan that is given."""
         check_plan(plan, captured.program)
         batches = Microbatches(captured, self.rules)
-        task = Task(
-            captured.program, self.cluster, self.rules, self.setting, request.options, batches, order=plan.order
-        )
+        cluster = arranged(request.cluster, plan.placement)
+        task = Task(captured.program, cluster, self.rules, self.setting, request.options, batches, order=plan.order)
         candidate = PricedPlan(plan, evaluate(captured.program, plan, task.pricers, self.rules, self.setting))
         seconds = {"capture_s": self.timings["capture_s"], "plan_s": 0.0, "lower_s": 0.0}
         return emit(request, captured, task, [candidate], seconds, self.compile_again)
@@ -361,7 +361,7 @@ def emit(
     best = replace(best, lowered=lowered, account=best.account or task.account(lowered, best.plan))
     checked = time.perf_counter()
     decision = _decision(task, best, candidates[1:])
-    way = by_node(lowered, task.cluster, best.plan.placement)
+    way = by_node(lowered, request.cluster, best.plan.placement)
     emitted = _printed(lowered, captured.program, type(request.model).__name__, way)
     timings = {**seconds, "lower_s": seconds["lower_s"] + checked - started, "emit_s": time.perf_counter() - checked}
     return ParallelProgram(request, captured, decision, emitted, timings, compile_again)

@@ -205,7 +205,8 @@ def _on_shape_s(shape: Shape, kind: str, nbytes: float, concurrent: int) -> floa
 
     all_reduce on an inner level is a reduce-scatter and an all-gather; the next level carries 1/fan of the bytes. An
     all_to_all loads every level with the bytes whose destination lies across it: it is one between `fan` units that hold
-    what goes to any of them.
+    what goes to any of them. A ring of n ranks crosses a link that `inner` of them share once, with (n - 1)/n of the bytes
+    and not with the (fan - 1)/fan that parts of them would have there.
     """
     slowest, latency, S, inner, P, row = 0.0, 0.0, nbytes, 1, 1, COSTS[kind]
     for fan, _, _ in shape:
@@ -217,6 +218,8 @@ def _on_shape_s(shape: Shape, kind: str, nbytes: float, concurrent: int) -> floa
         else:
             carried = {"parts": S, "whole": nbytes, "to_all": nbytes * inner * fan / P}[row.carried]
             moved, fixed = one_level_s(kind, carried, fan, level, B)
+            if level.shared and row.carried == "parts":
+                moved *= (inner * fan - 1) / (inner * (fan - 1))
         slowest = max(slowest, moved)
         latency += fixed
         S /= fan
@@ -238,6 +241,14 @@ def dispatch_time_s(shape: Shape, nbytes: float, choices: int, ranks: int) -> fl
         latency += level.base_s + min(fan - 1, 16) * level.latency_s
         inner *= fan
     return slowest + latency
+
+
+def message_time_s(cluster: ClusterSpec, nbytes: float, ranks: tuple[int, int], senders: int) -> float:
+    """Seconds of a message between two ranks. senders: how many ranks of a node send one at once, and share its link where that is
+    the node's."""
+    shape, per_node = shape_on_levels(cluster.levels, ranks), cluster.levels[0].group_size
+    share = min(1.0, senders / per_node) if shape and shape[-1][1].shared else 1.0
+    return collective_time_s(cluster, "p2p", share * nbytes, ranks)
 
 
 def collective_time_s(

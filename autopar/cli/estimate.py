@@ -127,7 +127,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--plan", default="", help="e.g. dp=8,tp=4,pp=2,zero=1; dp fills what is left out")
     p.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=None)
     p.add_argument("--recompute", default="none", choices=("none", "selective", "mlp", "full"))
-    p.add_argument("--precision", default="bf16", help="bf16, fp16, fp32, fp8, mxfp8, fp4")
+    p.add_argument(
+        "--precision", help="bf16, fp16, fp32, fp8, mxfp8, fp4 (default: the first of these that all devices have)"
+    )
     p.add_argument("--schedule", default="1f1b")
     p.add_argument("--kernels", default="fused", choices=("fused", "eager"))
     p.add_argument("--offload", default="none", choices=("none", "activations", "optimizer"))
@@ -142,10 +144,7 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 160)
     try:
         model, cluster = read_model(args), read_cluster(args.cluster, args.nodes)
-        precision = (
-            args.precision if args.precision == "mxfp8" else {"fp4": "float4"}.get(args.precision, args.precision)
-        )
-        software = Software(precision, args.kernels)
+        software = Software(args.precision or cluster.half_dtype, args.kernels)
         if args.search:
             result = search(model, cluster, batch=args.batch, software=software)
             if args.json:

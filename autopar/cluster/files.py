@@ -45,7 +45,7 @@ _LINKS: dict[str, Schema[Any]] = {
     "latency_us": number(0, MOST_SECONDS * 1e6),
     "efficiency": SHARE,
 }
-_NETWORK: dict[str, Schema[Any]] = {**_LINKS, "oversubscription": OVERSUBSCRIPTION}
+_NETWORK: dict[str, Schema[Any]] = {**_LINKS, "oversubscription": OVERSUBSCRIPTION, "shared": flag()}
 _NODE: dict[str, Schema[Any]] = {
     **_LINKS,
     "count": RANKS,
@@ -168,15 +168,16 @@ def _from_nodes(
     total = checked(RANKS, sum(run.count * run.per_node for run in nodes), "", "the number of devices")
     node = _node_level(nodes)
     levels = [node]
-    family = link_family(nodes[0].device)
     if rack:
         size = min(rack["nodes"] * node.group_size, total)
         if size > node.group_size:
             rate = rack.get("bandwidth_GBps", node.bandwidth_Bps / 1e9) * 1e9
             add_rack(levels, _described_link(replace(node, name="rack", group_size=size, bandwidth_Bps=rate), rack))
     if total > levels[-1].group_size:
-        rate = network.get("bandwidth_GBps", family["inter_bandwidth_Bps"] / 1e9) * 1e9
-        levels.append(_described_link(usual_link(family, "cluster", total, rate), network))
+        rate = network["bandwidth_GBps"] * 1e9 if "bandwidth_GBps" in network else None
+        families = [link_family(run.device) for run in nodes]
+        outer = _weakest([usual_link(family, "cluster", total, rate) for family in families])
+        levels.append(_described_link(outer, network))
     return Description(name, tuple((run.count * run.per_node, run.device) for run in nodes), tuple(levels))
 
 
@@ -198,23 +199,31 @@ def _nodes(data: Any, path: str) -> _Nodes:
 def _node_level(nodes: Sequence[_Nodes]) -> LinkLevel:
     """The links inside nodes as one level: what the weakest of them can, and per node where sizes or rates differ."""
     inside = [run.inside for run in nodes]
-    level = replace(
-        inside[0],
-        group_size=max(link.group_size for link in inside),
-        bandwidth_Bps=min(run.rate_Bps for run in nodes),
-        latency_s=max(link.latency_s for link in inside),
-        base_s=max(link.base_s for link in inside),
-        ramp_s=max(link.ramp_s for link in inside),
-        efficiency=min(link.efficiency for link in inside),
-        in_switch_efficiency=min(link.in_switch_efficiency for link in inside),
-        in_switch=all(link.in_switch for link in inside),
-    )
+    level = replace(_weakest(inside), bandwidth_Bps=min(run.rate_Bps for run in nodes))
     each = [run for run in nodes for _ in range(run.count)]
     if len({link.group_size for link in inside}) > 1:
         level = replace(level, starts=tuple(accumulate((run.per_node for run in each[:-1]), initial=0)))
-    if len({run.rate_Bps for run in nodes}) > 1:
-        level = replace(level, group_bandwidths=tuple(run.rate_Bps for run in each))
+    rates = [run.rate_Bps * run.inside.efficiency / level.efficiency for run in each]
+    if len(set(rates)) > 1:
+        level = replace(level, group_bandwidths=tuple(rates))
     return level
+
+
+def _weakest(links: Sequence[LinkLevel]) -> LinkLevel:
+    """A level that can what the weakest of these can, whatever their order; its direct links are those of the link with fewest,
+    as a rate that is split where nothing splits it would be far too low."""
+    return replace(
+        links[0],
+        group_size=max(link.group_size for link in links),
+        bandwidth_Bps=min(link.bandwidth_Bps for link in links),
+        latency_s=max(link.latency_s for link in links),
+        base_s=max(link.base_s for link in links),
+        ramp_s=max(link.ramp_s for link in links),
+        efficiency=min(link.efficiency for link in links),
+        in_switch_efficiency=min(link.in_switch_efficiency for link in links),
+        in_switch=all(link.in_switch for link in links),
+        mesh_links=min(link.mesh_links for link in links),
+    )
 
 
 def _described_link(link: LinkLevel, entry: Mapping[str, Any]) -> LinkLevel:
@@ -223,11 +232,7 @@ def _described_link(link: LinkLevel, entry: Mapping[str, Any]) -> LinkLevel:
         link = replace(link, latency_s=entry["latency_us"] * 1e-6, base_s=0.0, ramp_s=0.0)
     if "efficiency" in entry:
         link = replace(link, efficiency=entry["efficiency"], in_switch_efficiency=entry["efficiency"])
-    if "oversubscription" in entry:
-        link = replace(link, oversubscription=entry["oversubscription"])
-    if "in_switch" in entry:
-        link = replace(link, in_switch=entry["in_switch"])
-    return link
+    return replace(link, **{name: entry[name] for name in ("in_switch", "shared", "oversubscription") if name in entry})
 
 
 def _tiered(cluster: Description, tiers: Any) -> Description:

@@ -8,13 +8,14 @@ direction at once. `oversubscription` of a fat tree divides what a device gets w
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated
 
 from autopar.cluster.checks import Oversubscription, Ranks, Rate, Seconds, Share, check_fields
 from autopar.cluster.kernels import Points, seconds_at
 from autopar.errors import ClusterError
+from autopar.runtime.data.fields import kept
 from autopar.runtime.data.schema import MOST_RANKS, integer, shown
 
 Rank = Annotated[int, integer(0, MOST_RANKS)]
@@ -30,6 +31,8 @@ class LinkLevel:
     (small ones use low-latency protocols). in_switch: switches reduce (NVLink SHARP), an all-reduce sends each byte
     once, at `in_switch_efficiency`. mesh_links: direct links to so many peers share the bandwidth (xGMI), so that a
     small group reaches only its part.
+    shared: whether the devices of a group of the level inside send over one link, of which `bandwidth_Bps` is a device's part (a
+    network card of a node, Ethernet); a ring then crosses it once, with all of its bytes.
     measured: collectives whose seconds are known, in place of the formulas; exposed: share of them that computing meanwhile does
     not hide, as the cores that compute also move the bytes.
     starts: first rank of each group when groups differ in size; group_bandwidths: one rate per group when they differ.
@@ -50,6 +53,7 @@ class LinkLevel:
     group_bandwidths: tuple[Rate, ...] = ()
     measured: tuple[MeasuredCollective, ...] = ()
     exposed: Share = 1.0
+    shared: bool = field(default=False, metadata=kept(sparse=True))
 
     def __post_init__(self) -> None:
         check_fields(self, "link level")
@@ -59,6 +63,12 @@ class LinkLevel:
     def group_of(self, rank: int) -> int:
         """Which group of this level a rank belongs to."""
         return bisect_right(self.starts, rank) - 1 if self.starts else rank // self.group_size
+
+    def place_of(self, first: int, count: int) -> tuple[int, float]:
+        """How so many ranks from one on lie: after how many others of the first one's group, and at which rate."""
+        groups = range(self.group_of(first), self.group_of(first + count - 1) + 1)
+        start = self.starts[groups[0]] if self.starts else groups[0] * self.group_size
+        return first - start, self.rate_Bps(tuple(groups) if self.group_bandwidths else ())
 
     def rate_Bps(self, groups: tuple[int, ...] = ()) -> float:
         """Bytes/s that large messages reach, of the slowest among `groups`."""

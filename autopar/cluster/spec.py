@@ -100,16 +100,22 @@ class ClusterSpec(Description):
         }
         return DeviceSpec.slowest_of(device.with_share(share) for device, share in found)
 
+    @cached_property
+    def kind_starts(self) -> list[int]:
+        """The first rank of every run of equal devices."""
+        before = (None, *(device for _, device in self.devices))
+        return [start for start, was, (_, now) in zip(self._starts, before, self.devices, strict=False) if was != now]
+
     @property
     def homogeneous_devices(self) -> bool:
         """Whether all devices are alike."""
         return len({d for _, d in self.devices}) == 1
 
-    def slowest(self, dtype: str = "float32") -> DeviceSpec:
-        """The device with the least arithmetic in `dtype`: it sets the pace of a symmetric plan."""
-        if len(self.devices) == 1:
-            return self.devices[0][1]
-        return min((d for _, d in self.devices), key=lambda d: d.peak("float8" if dtype == "mxfp8" else dtype))
+    @property
+    def half_dtype(self) -> str:
+        """The dtype of fewest bytes, of 16 and 32 bits, that every device computes in: bfloat16 before float16 before float32."""
+        shared = self.pace(0, self.size).peak_flops
+        return next((dtype for dtype in ("bfloat16", "float16") if dtype in shared), "float32")
 
     def fingerprint(self) -> str:
         """A short hash of everything a plan depends on; equal descriptions have equal fingerprints."""

@@ -41,7 +41,7 @@ def values_on_ranks(
     """
     source_dtypes = replaced(dtype)
     sources = stage_sources(lowered.stages, lambda stage: "verification", source_dtypes)
-    way = by_node(lowered, program.cluster, program.plan.placement)
+    way = by_node(lowered, program.request.cluster, program.plan.placement)
     modules = load(lowered, sources, pipeline_source(lowered, program.ir, "verification", source_dtypes, way))
 
     def body(session: Session) -> Values:

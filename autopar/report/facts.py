@@ -46,7 +46,7 @@ def facts(program: Compiled) -> ProgramFacts:
         microbatches=program.plan.microbatches,
         model=type(program.model).__name__,
         cluster=program.cluster.name,
-        cluster_described=program.cluster.to_dict(),
+        cluster_described=program.request.cluster.to_dict(),
         long_run=long_run_facts(program),
         machines=machine_facts(program),
         calls=tuple(CallFacts(c.template, c.path) for c in program.ir.calls),

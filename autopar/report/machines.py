@@ -17,7 +17,7 @@ from autopar.runtime.program.machines import LinkRate, Machines
 def machine_facts(program: Compiled) -> Machines:
     """The facts of the machines as the manifest has them."""
     cluster = program.cluster
-    slowest = cluster.slowest()
+    slowest = cluster.pace(0, cluster.size)
     step_flops, device_s = step_work(program)
     known = all(has_known_peak(device) for _, device in cluster.devices)
     links = tuple(LinkRate(level.name, level.group_size, level.rate_Bps(), level.latency_s) for level in cluster.levels)

@@ -193,15 +193,19 @@ def _placement(program: Compiled) -> list[str]:
     placement = program.plan.placement
     if not placement:
         return []
-    level = program.cluster.levels[0]
+    listed = program.request.cluster
+    level = listed.levels[0]
     nodes: dict[int, list[int]] = {}
     for physical, logical in enumerate(placement):
         nodes.setdefault(level.group_of(physical), []).append(logical)
     shown = " | ".join(", ".join(map(str, sorted(ranks))) for ranks in list(nodes.values())[:8])
-    gain = placement_gain(program.plan, program.lowered, program.account, program.cluster)
+    line = f"placement: {level.name}s run ranks {shown}{' | …' if len(nodes) > 8 else ''}; "
+    if not listed.homogeneous_devices:
+        return [line + f"ranks count through {', then '.join(device.name for _, device in program.cluster.devices)}"]
+    gain = placement_gain(program.plan, program.lowered, program.account, listed)
     return [
-        f"placement: {level.name}s run ranks {shown}{' | …' if len(nodes) > 8 else ''}; what is sent takes {gain:.0%} less of "
-        "the links, each byte weighed by how slow its link is, than with ranks in order" + _proof_of_placement(program)
+        f"{line}what is sent takes {gain:.0%} less of the links, each byte weighed by how slow its link is, than with ranks in "
+        "order" + _proof_of_placement(program)
     ]
 
 

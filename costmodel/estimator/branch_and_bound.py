@@ -116,7 +116,7 @@ class BranchAndBound:
     ):
         self.model, self.cluster, self.batch, self.space = model, cluster, batch, space
         self.software = software.canonical()
-        self.device = cluster.slowest(self.software.precision)
+        self.device = cluster.pace(0, cluster.size)
         self.room = self.device.memory_bytes if room is None else room
         self.layers: dict[tuple[Any, ...], ReadLayers] = {}
         self.least = float("inf")

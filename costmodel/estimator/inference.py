@@ -43,14 +43,14 @@ def estimate_inference(
     batch: int,
     prompt: int,
     new_tokens: int = 256,
-    precision: str = "bfloat16",
+    precision: str | None = None,
 ) -> InferenceEstimate:
-    """Predicts serving `batch` sequences at once on each data-parallel replica.
+    """Predicts serving `batch` sequences at once on each data-parallel replica. precision: by default 16 bits, as all have.
 
     Raises ConstraintError for a plan that does not fit model or cluster.
     """
     parallel.check(model, cluster.size, batch * parallel.dp, batch)
-    device = cluster.slowest(precision)
+    device, precision = cluster.pace(0, cluster.size), precision or cluster.half_dtype
     plan, software = StepPlan(parallel, batch), Software(precision=precision)
     work = Workload(replace(model, seq_len=prompt), cluster, device, plan, software, batch)
     p = parallel

@@ -57,7 +57,7 @@ def search(
     room_bytes: what a process may take of a device, its memory by default. Raises InfeasibleError
     saying what is short and what would do.
     """
-    q = BranchAndBound(model, cluster, batch, software or Software(), space or Space(), room_bytes)
+    q = BranchAndBound(model, cluster, batch, software or Software(cluster.half_dtype), space or Space(), room_bytes)
     body = model.layers * model.layer_params(bool(model.experts))
     least_state = body * (4 + 2 * q.software.moment_bytes + q.software.grad_bytes) / cluster.size
     if least_state > q.room:

@@ -66,7 +66,7 @@ def estimate(
     software: Software | None = None,
     check: bool = True,
 ) -> Estimate:
-    """Predicts a training step. batch: sequences of a step. software: by default fused kernels in bfloat16.
+    """Predicts a training step. batch: sequences of a step. software: by default fused kernels in 16 bits.
 
     check: whether the plan must divide model, cluster and batch. Raises ConstraintError for a plan that does not fit
     model or cluster, ClusterError when the device lacks the precision.

@@ -45,7 +45,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Workload:
-    """Everything a step's time and memory depend on. batch: sequences of a step. device: the cluster's slowest."""
+    """Everything a step's time and memory depend on. batch: sequences of a step. device: the cluster's pace."""
 
     model: TransformerShape
     cluster: ClusterSpec
@@ -58,9 +58,10 @@ class Workload:
     def of(
         model: TransformerShape, cluster: ClusterSpec, plan: StepPlan, batch: int, software: Software | None = None
     ) -> Workload:
-        """The workload with the cluster's slowest device. software: by default fused kernels in bfloat16."""
-        software = (software or Software()).canonical()
-        return Workload(model, cluster, cluster.slowest(software.precision), plan, software, batch)
+        """The workload at the pace of the cluster's slowest devices. software: by default fused kernels in the 16-bit dtype that
+        all devices have."""
+        software = (software or Software(cluster.half_dtype)).canonical()
+        return Workload(model, cluster, cluster.pace(0, cluster.size), plan, software, batch)
 
     def at(self, plan: StepPlan) -> Workload:
         """The same under another plan."""

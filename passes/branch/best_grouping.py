@@ -40,11 +40,11 @@ def solve_branches(
 def _one_group(problem: BranchProblem) -> BranchSolution | None:
     """All segments in one group, on the number of devices that is fastest and fits; None where none fits."""
     best: BranchSolution | None = None
-    for devices in {o.devices for o in problem.segments[0] if o.devices <= problem.devices}:
-        options = problem.fastest_options(devices)
+    for kind, devices in problem.sizes:
+        options = problem.fastest_options(devices, kind)
         if -1 in options:
             continue
-        one_group = evaluate(problem, [SegmentGroup(tuple(range(len(options))), devices, tuple(options))])
+        one_group = evaluate(problem, [SegmentGroup(tuple(range(len(options))), devices, tuple(options), kind)])
         if one_group.memory[0] <= problem.limit_bytes and (best is None or one_group.total_s < best.total_s):
             best = one_group
     return best

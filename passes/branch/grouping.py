@@ -15,7 +15,7 @@ from autopar.ir.schedules import InFlight, one_f_one_b
 @dataclass(frozen=True)
 class SegmentOption:
     """One way to run a segment: devices, seconds per microbatch (forward and backward), seconds once per step, bytes on a
-    device (always, per microbatch in flight, and at the largest moment beside those)."""
+    device (always, per microbatch in flight, and at the largest moment beside those); kind: of the devices."""
 
     devices: int
     time_s: float
@@ -23,6 +23,7 @@ class SegmentOption:
     resting_bytes: float = 0.0
     held_bytes: float = 0.0
     peak_bytes: float = 0.0
+    kind: int = 0
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class BranchProblem:
     edges: (u, v, bytes of a microbatch that v reads from u, gradients back included). A hand-over between groups takes
     latency_s + bytes / bandwidth_Bps; the share `boundary_busy` of it keeps the reading group busy. limit_bytes: of one
     device. in_flight: asked with the number of groups after a group on the longest path, and one more than that as the
-    number of stages. every_device: the groups' devices must add up to all. Raises InputError for edges that do not rise
-    and for segments without options.
+    number of stages. every_device: the groups' devices must add up to all. kinds: devices of every kind, where there are
+    several; a group has devices of one. Raises InputError for edges that do not rise and for segments without options.
     """
 
     segments: tuple[tuple[SegmentOption, ...], ...]
@@ -47,6 +48,7 @@ class BranchProblem:
     in_flight: InFlight = one_f_one_b
     names: tuple[str, ...] = ()
     every_device: bool = False
+    kinds: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for s, options in enumerate(self.segments):
@@ -63,21 +65,37 @@ class BranchProblem:
     def name(self, segment: int) -> str:
         return self.names[segment] if segment < len(self.names) else f"segment {segment}"
 
+    @property
+    def available(self) -> tuple[int, ...]:
+        """The number of devices of every kind."""
+        return self.kinds or (self.devices,)
+
+    def used(self, groups: Sequence[SegmentGroup]) -> tuple[int, ...]:
+        """How many devices of every kind groups take."""
+        return tuple(sum(g.devices for g in groups if g.kind == kind) for kind in range(len(self.available)))
+
     def hand_over_s(self, edge: int) -> float:
         """Seconds of an edge between two groups."""
         return self.latency_s + self.edges[edge][2] / self.bandwidth_Bps
 
     def admits(self, solution: BranchSolution) -> bool:
         """Whether a grouping is within the memory of every device and uses as many devices as must be."""
-        used = sum(group.devices for group in solution.groups)
-        enough = used == self.devices if self.every_device else used <= self.devices
+        used = self.used(solution.groups)
+        some = all(n <= most for n, most in zip(used, self.available, strict=True))
+        enough = used == self.available if self.every_device else some
         return enough and max(solution.memory) <= self.limit_bytes
 
-    def fastest_options(self, devices: int) -> list[int]:
-        """Per segment the index of its fastest option on that many devices; -1 where it has none."""
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Kinds and numbers of devices that a group may have."""
+        options = {(o.kind, o.devices) for row in self.segments for o in row}
+        return sorted((kind, devices) for kind, devices in options if devices <= self.available[kind])
+
+    def fastest_options(self, devices: int, kind: int = 0) -> list[int]:
+        """Per segment the index of its fastest option on that many devices of a kind; -1 where it has none."""
 
         def fastest(options: tuple[SegmentOption, ...]) -> int:
-            fitting = [i for i, option in enumerate(options) if option.devices == devices]
+            fitting = [i for i, option in enumerate(options) if (option.kind, option.devices) == (kind, devices)]
             return min(fitting, key=lambda i: options[i].time_s, default=-1)
 
         return [fastest(options) for options in self.segments]
@@ -89,11 +107,12 @@ class BranchProblem:
 
 @dataclass(frozen=True)
 class SegmentGroup:
-    """Segments that share `devices` devices; options[i]: index of the option of segments[i]."""
+    """Segments that share `devices` devices of a kind; options[i]: index of the option of segments[i]."""
 
     segments: tuple[int, ...]
     devices: int
     options: tuple[int, ...]
+    kind: int = 0
 
 
 @dataclass(frozen=True)
@@ -170,12 +189,14 @@ def _check_groups(problem: BranchProblem, groups: Sequence[SegmentGroup]) -> Non
         raise PlanError(f"groups must hold each of the {len(problem.segments)} segments once")
     for group in groups:
         for s, o in zip(group.segments, group.options, strict=True):
-            if problem.segments[s][o].devices != group.devices:
+            option = problem.segments[s][o]
+            if (option.devices, option.kind) != (group.devices, group.kind):
                 raise PlanError(
                     f"{problem.name(s)} is given an option for another number of devices than {group.devices}"
                 )
-    if sum(group.devices for group in groups) > problem.devices:
-        raise PlanError(f"groups take {sum(g.devices for g in groups)} devices, there are {problem.devices}")
+    for used, available in zip(problem.used(groups), problem.available, strict=True):
+        if used > available:
+            raise PlanError(f"groups take {used} devices, there are {available}")
 
 
 def _flow(problem: BranchProblem, groups: Sequence[SegmentGroup]) -> nx.DiGraph:

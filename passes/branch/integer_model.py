@@ -44,7 +44,7 @@ class GroupingModel:
             for s, options in enumerate(problem.segments)
             for g in range(G)
             for i, o in enumerate(options)
-            if o.devices <= problem.devices
+            if o.devices <= problem.available[o.kind]
         }
         self.y = [[self._sum(s, g, lambda o: 1) for g in range(G)] for s in range(len(problem.segments))]
         self._group()
@@ -64,16 +64,18 @@ class GroupingModel:
         return sum(self._sum(s, g, weight) for s in range(len(self.problem.segments)))
 
     def _group(self) -> None:
-        """Each segment in one group, groups in the order of the edges, one number of devices per group."""
+        """Each segment in one group, groups in the order of the edges, one number of devices of one kind per group."""
         model, problem, n = self.model, self.problem, len(self.problem.segments)
-        devices = [model.new_int_var(0, problem.devices, f"devices{g}") for g in range(self.G)]
-        model.add(sum(devices) == problem.devices if problem.every_device else sum(devices) <= problem.devices)
-        for g in range(self.G):
-            model.add(devices[g] <= problem.devices * sum(self.y[s][g] for s in range(n)))
+        for kind, available in enumerate(problem.available):
+            devices = [model.new_int_var(0, available, f"devices{kind}_{g}") for g in range(self.G)]
+            model.add(sum(devices) == available if problem.every_device else sum(devices) <= available)
+            for g in range(self.G):
+                model.add(devices[g] <= available * sum(self.y[s][g] for s in range(n)))
+            for (s, g, i), var in self.x.items():
+                option = problem.segments[s][i]
+                model.add(devices[g] == (option.devices if option.kind == kind else 0)).only_enforce_if(var)
         for s in range(n):
             model.add(sum(self.y[s]) == 1)
-        for (s, g, i), var in self.x.items():
-            model.add(devices[g] == problem.segments[s][i].devices).only_enforce_if(var)
         for u, v, _ in problem.edges:
             for g in range(self.G - 1):
                 model.add(sum(self.y[v][: g + 1]) <= sum(self.y[u][: g + 1]))
@@ -182,7 +184,8 @@ class GroupingModel:
         for g in range(self.G):
             inside = [(s, i) for (s, group, i), var in self.x.items() if group == g and solver.value(var)]
             if inside:
-                devices = self.problem.segments[inside[0][0]][inside[0][1]].devices
-                groups.append(SegmentGroup(tuple(s for s, _ in inside), devices, tuple(i for _, i in inside)))
+                first = self.problem.segments[inside[0][0]][inside[0][1]]
+                members, options = zip(*inside, strict=True)
+                groups.append(SegmentGroup(members, first.devices, options, first.kind))
         terms = (self.problem.microbatches + 1) * (len(self.problem.segments) + len(self.problem.edges))
         return evaluate(self.problem, groups), (solver.best_objective_bound - terms / 2) / self.scale

@@ -160,8 +160,8 @@ class Pricer:
     def _hand_over_s(self, nbytes: float) -> float:
         """Seconds of a point-to-point message of nbytes to a rank of the next stage, where all stages have as many ranks: on
         average over the places where one follows another, as some of these lie inside a node and some do not."""
-        places = self._borders
-        sent_s = [n * collective.collective_time_s(self.cluster, "p2p", nbytes, (rank - 1, rank)) for rank, n in places]
+        places, size = self._borders, self.mesh.size
+        sent_s = [n * collective.message_time_s(self.cluster, nbytes, (rank - 1, rank), size) for rank, n in places]
         return sum(sent_s) / sum(n for _, n in places) if places else 0.0
 
     @cached_property
@@ -303,14 +303,14 @@ class Pricers:
 
     def hand_over_s(self, nbytes: float, source: Mesh, target: Mesh) -> float:
         """Seconds of a point-to-point message of nbytes from a rank of one mesh to a rank of another, over the slowest link
-        between them."""
+        between them, which those ranks of a node that send at once share."""
         ranks = min(source.offset, target.offset), max(m.offset + m.size for m in (source, target)) - 1
-        return collective.collective_time_s(self.cluster, "p2p", nbytes, ranks)
+        return collective.message_time_s(self.cluster, nbytes, ranks, min(source.size, target.size))
 
     def __getitem__(self, mesh: Mesh) -> Pricer:
         if self.is_over():
             raise OutOfTime
-        where = tuple(mesh.offset % level.group_size for level in self.cluster.levels)
+        where = tuple(level.place_of(mesh.offset, mesh.size) for level in self.cluster.levels[:-1])
         ends = mesh.offset == 0 and mesh.size == self.cluster.size
-        key = (Pricer, mesh.axes, self.cluster.paced(mesh), where[:-1], ends)
+        key = (Pricer, mesh.axes, self.cluster.paced(mesh), where, ends)
         return self.memo.get(key, lambda: Pricer(self.cluster, mesh, self.software, self.memo))

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain
 
+from autopar.cluster.arrangement import arrangements
+from autopar.errors import NoRoomError
 from autopar.passes.order.dims import causal_attention
 from autopar.passes.price.pricer import OutOfTime
 from autopar.passes.search.clock import Clock
@@ -74,7 +76,7 @@ def search_plans(task: Task, batch: int, now: Callable[[], float] = time.monoton
 def _kinds(task: Task, batch: int) -> Iterator[Kind]:
     """The kinds of plans in the order in which they are looked for."""
     submeshes = SubmeshPlans(TasksByCount(task, batch))
-    pipelines: Kind = "pipelines", lambda best_s: search_pipelines(submeshes, best_s)
+    pipelines: Kind = "pipelines", lambda best_s: _pipelines(submeshes, best_s)
     layout = task.layout
     if layout is not None and len(layout.stages) > 1:
         yield "plans with the given stages", lambda best_s: search_laid_out(submeshes, layout, best_s)
@@ -105,6 +107,25 @@ def _kinds(task: Task, batch: int) -> Iterator[Kind]:
         yield "branches side by side", lambda best_s: search_branches(submeshes.copy(), best_s)
     if is_lean and pipelines_first:
         yield lean
+
+
+def _pipelines(submeshes: SubmeshPlans, best_s: float) -> Iterator[RankedPlans]:
+    """Pipelines whose stages take the kinds of devices in any order. Raises NoRoomError as `search_pipelines` does, where none
+    fits in any of them."""
+    tasks, found, shortages = submeshes.tasks, list[RankedPlans](), list[NoRoomError]()
+    for way in arrangements(tasks.task.cluster):
+        own = submeshes
+        if way.cluster != tasks.task.cluster:
+            own = SubmeshPlans(TasksByCount(tasks.task.changed(cluster=way.cluster), tasks.batch))
+        before = [plan for ranking in found for plan in ranking]
+        try:
+            for ranking in search_pipelines(own, min([best_s, *(plan.step_s for _, plan in before)])):
+                yield sorted([*ranking, *before], key=lambda plan: plan[1].step_s)
+                found = [ranking, before]
+        except NoRoomError as error:
+            shortages.append(error)
+    if shortages and not found:
+        raise shortages[0]
 
 
 def _in_order(task: Task, batch: int, rankings: dict[str, RankedPlans]) -> Iterator[Kind]:

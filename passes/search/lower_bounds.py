@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.resting import of_program
@@ -57,9 +58,9 @@ def could_fit(
     return held <= most_held
 
 
-def template_work_s(task: Task) -> dict[str, float]:
-    """Device-seconds that one call of every template takes at least, however it is sharded."""
-    pricer = task.pricers[Mesh.of(dp=1)]
+def template_work_s(task: Task, rank: int = 0) -> dict[str, float]:
+    """Device-seconds that one call of every template takes at least, however it is sharded. rank: on whose kind of device."""
+    pricer = task.pricers[Mesh((("dp", 1),), rank)]
     return {
         name: sum(pricer.work_s(call, task.rules.rule(call)) for call in template.op_calls.values())
         for name, template in task.program.templates.items()
@@ -81,7 +82,10 @@ def least_busy_s(task: Task, mesh: Mesh) -> float:
 
 
 def least_step_s(task: Task) -> float:
-    """Seconds of a step if all products were perfectly shared: no plan is faster."""
-    work_s = template_work_s(task)
-    device_s = sum(times * work_s[name] for name, times in task.program.multiplicity.items())
-    return task.setting.microbatches * device_s / task.cluster.size
+    """Seconds of a step if all products were perfectly shared, by the speeds of the devices: no plan is faster."""
+    per_s, firsts = 0.0, task.cluster.kind_starts
+    for first, end in pairwise([*firsts, task.cluster.size]):
+        work_s = template_work_s(task, first)
+        device_s = sum(times * work_s[name] for name, times in task.program.multiplicity.items())
+        per_s += (end - first) / max(device_s, 1e-300)
+    return task.setting.microbatches / per_s

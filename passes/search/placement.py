@@ -3,14 +3,15 @@
 The traffic is that of the lowered program, bytes per step and direction between pairs of ranks: every collective as the
 ring (or the pairs) along its axis, everything that crosses between stages, and what stages tell each other about shared
 parameters. `passes.place` finds a cheap order, and for few ranks proves that none is cheaper, as far as it can in EXACT_S. A
-plan gets a placement only when that beats leaving ranks in order by more than GAIN; on clusters of one level, or of different
-devices, ranks stay in order.
+plan gets a placement only when that beats leaving ranks in order by more than GAIN; on clusters of one level ranks stay in order.
+Where devices differ, ranks change places with ranks on the same kind of device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -40,7 +41,7 @@ def find_placement(
     plan: Plan, lowered: LoweredProgram, counted: Account, cluster: ClusterSpec
 ) -> tuple[Placement | None, Plan]:
     """The placement that was found, None where none was looked for; and the plan with it, where it is worth it."""
-    if plan.placement or not 1 < plan.ranks <= MOST_RANKS or not cluster.homogeneous_devices:
+    if plan.placement or not 1 < plan.ranks <= MOST_RANKS:
         return None, plan
     tree = Tree.of(cluster, range(plan.ranks))
     if len(tree.groups) < 2 or tree.groups[0].max() == 0 or tree.distance[0] == tree.distance[-1]:
@@ -49,12 +50,26 @@ def find_placement(
     in_order = tree.cost(traffic, np.arange(plan.ranks))
     if in_order <= tree.floor(traffic) * (1 + GAIN):
         return None, plan
-    found = place(traffic, cluster, time_limit_s=EXACT_S)
+    found = _placed_by_kind(traffic, tree, cluster)
     if found.cost >= in_order * (1 - GAIN):
         return found, plan
     logical = np.empty(plan.ranks, int)
     logical[list(found.physical)] = np.arange(plan.ranks)
     return found, replace(plan, placement=tuple(logical.tolist()))
+
+
+def _placed_by_kind(traffic: Traffic, tree: Tree, cluster: ClusterSpec) -> Placement:
+    """The placement of every kind's ranks on its devices, each by the traffic among them."""
+    firsts = cluster.kind_starts
+    if len(firsts) == 1:
+        return place(traffic, cluster, time_limit_s=EXACT_S)
+    physical = np.arange(traffic.ranks)
+    for first, end in pairwise([*firsts, traffic.ranks]):
+        among = (traffic.first >= first) & (traffic.second < end)
+        own = Traffic(end - first, traffic.first[among] - first, traffic.second[among] - first, traffic.weight[among])
+        physical[first:end] = place(own, cluster, ranks=range(first, end), time_limit_s=EXACT_S).physical
+    costs = tree.cost(traffic, physical), tree.cost(traffic, np.arange(traffic.ranks))
+    return Placement(tuple(physical.tolist()), *costs, min(tree.floor(traffic), costs[0]), "packing")
 
 
 def placement_gain(plan: Plan, lowered: LoweredProgram, counted: Account, cluster: ClusterSpec) -> float:

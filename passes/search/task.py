@@ -98,8 +98,8 @@ class Task:
         """The same task with some of its fields changed; prices are shared where the cluster stays the same."""
         task = replace(self, lowering_s=0.0, **fields)
         task.workers = self.workers
-        if task.cluster is self.cluster:
-            task.pricers = self.pricers
+        same = task.cluster is self.cluster
+        task.pricers = self.pricers if same else task.pricers.until(self.pricers.is_over)
         return task
 
     def at(self, microbatches: int) -> Task:

@@ -69,7 +69,7 @@ class BranchDraft(Draft):
 def search_branches(submeshes: SubmeshPlans, best_s: float) -> Iterator[RankedPlans]:
     """Plans with branches side by side that are predicted faster than best_s, best first, whenever there is another one.
 
-    Nothing for chains, for clusters of several kinds of devices, and where the options ask for a pipeline of their own.
+    Nothing for chains, and where the options ask for a pipeline of their own. Every group has devices of one kind.
     """
     task = submeshes.task
     if asks_for_pipeline(task.options) or task.cluster.size < 2 or not branches(task):
@@ -98,8 +98,6 @@ class BranchSearch:
 
     def rough(self) -> list[Draft]:
         """Groupings by estimate in any memory, best first; one per number of microbatches."""
-        if len(self.limits.kinds) > 1:
-            return []
         counts = self.submeshes.tasks.counts()
         if not counts or least_step_s(self.task) >= self.best_s:
             return []
@@ -151,7 +149,7 @@ class BranchSearch:
         ranges = segments(task.program, work_shares(task))
         if len(ranges) < 2:
             return None
-        priced = PricedSegments.of(ranges, plans, M)
+        priced = PricedSegments.of(ranges, plans, M, task)
         busy_s = sum(min(o.devices * o.time_s for o in of_segment) for of_segment in priced.options)
         if M * (busy_s / task.cluster.size) >= self.best_s:  # even with every device busy all the time
             return None
@@ -178,18 +176,20 @@ class PricedSegments:
     plan_of: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, ranges: tuple[Range, ...], plans: list[SubmeshPlan], M: int) -> PricedSegments:
-        options, plan_of = zip(*(_options(plans, span, M) for span in ranges), strict=True)
+    def of(cls, ranges: tuple[Range, ...], plans: list[SubmeshPlan], M: int, task: Task) -> PricedSegments:
+        options, plan_of = zip(*(_options(plans, span, M, task) for span in ranges), strict=True)
         return cls(ranges, plans, options, plan_of)
 
 
-def _options(plans: Sequence[SubmeshPlan], span: Range, M: int) -> tuple[tuple[SegmentOption, ...], tuple[int, ...]]:
+def _options(
+    plans: Sequence[SubmeshPlan], span: Range, M: int, task: Task
+) -> tuple[tuple[SegmentOption, ...], tuple[int, ...]]:
     """The options of a segment on every submesh, and which plan each is of; those that another one beats in all are left out."""
-    every = [_option(plan, span) for plan in plans]
+    every = [_option(plan, span, task) for plan in plans]
 
     def better(a: SegmentOption, b: SegmentOption) -> bool:
         return (
-            a.devices == b.devices
+            (a.kind, a.devices) == (b.kind, b.devices)
             and M * a.time_s + a.step_s < M * b.time_s + b.step_s
             and a.resting_bytes + a.held_bytes <= (b.resting_bytes + b.held_bytes) * 1.01
         )
@@ -198,16 +198,20 @@ def _options(plans: Sequence[SubmeshPlan], span: Range, M: int) -> tuple[tuple[S
     return tuple(every[i] for i in kept), tuple(kept)
 
 
-def _option(plan: SubmeshPlan, span: Range) -> SegmentOption:
-    """The seconds and bytes of a segment on a submesh."""
-    (first, last), u = span, plan.units
+def _option(plan: SubmeshPlan, span: Range, task: Task) -> SegmentOption:
+    """The seconds and bytes of a segment on a submesh. Where devices differ in memory, bytes are those that would fill the
+    smallest as far as these fill the submesh's own."""
+    (first, last), u, cluster = span, plan.units, task.cluster
+    several = len(cluster.kind_starts) > 1
+    room = task.limit / task.limit_at(plan.mesh) if several else 1.0
     return SegmentOption(
         plan.mesh.size,
         float(sum(seconds[first:last].sum() for seconds in (u.forward_s, u.backward_s, u.weights_s))),
         float(u.step_s[first:last].sum()),
-        float(u.resting_bytes[first:last].sum()),
-        float(u.held_bytes[first:last].sum()),
-        float(u.peak_bytes[first:last].max()),
+        room * float(u.resting_bytes[first:last].sum()),
+        room * float(u.held_bytes[first:last].sum()),
+        room * float(u.peak_bytes[first:last].max()),
+        cluster.kind_starts.index(plan.mesh.offset),
     )
 
 
@@ -242,6 +246,7 @@ def _problem(task: Task, M: int, priced: PricedSegments, limit: float) -> Branch
         flight_rule(task, 1),
         tuple(task.program.calls[first].path or f"calls {first}–{last - 1}" for first, last in priced.ranges),
         True,
+        StageLimits.of(task).available,
     )
 
 
@@ -262,8 +267,10 @@ def _draft(task: Task, M: int, priced: PricedSegments, grouping: BranchSolution,
             runs[-1].append(s)
         else:
             runs.append([s])
-    stages = tuple(_stage(M, priced, run, grouping, group_of[run[0]], limit) for run in runs)
-    largest_first = sorted(range(len(grouping.groups)), key=lambda g: -grouping.groups[g].devices)
+    stages = tuple(_stage(task, M, priced, run, grouping, group_of[run[0]], limit) for run in runs)
+    largest_first = sorted(
+        range(len(grouping.groups)), key=lambda g: (grouping.groups[g].kind, -grouping.groups[g].devices)
+    )
     groups = tuple(tuple(k for k, run in enumerate(runs) if group_of[run[0]] == g) for g in largest_first)
     solution = StageSolution(
         stages,
@@ -279,12 +286,12 @@ def _draft(task: Task, M: int, priced: PricedSegments, grouping: BranchSolution,
 
 
 def _stage(
-    M: int, priced: PricedSegments, run: list[int], grouping: BranchSolution, g: int, limit: float
+    task: Task, M: int, priced: PricedSegments, run: list[int], grouping: BranchSolution, g: int, limit: float
 ) -> StageChoice:
     """A run of segments of group g as one stage, on whichever of their submeshes makes it fastest."""
     group = grouping.groups[g]
     chosen = {priced.plan_of[s][o] for s, o in zip(group.segments, group.options, strict=True) if s in run}
     first, last = priced.ranges[run[0]][0], priced.ranges[run[-1]][1]
-    costs = {p: _option(priced.plans[p], (first, last)) for p in chosen}
+    costs = {p: _option(priced.plans[p], (first, last), task) for p in chosen}
     best = min(costs, key=lambda p: (M * costs[p].time_s + costs[p].step_s, p))
     return StageChoice(first, last, best, costs[best].time_s, costs[best].step_s, grouping.memory[g], limit)

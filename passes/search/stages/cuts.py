@@ -82,10 +82,12 @@ class CutSearch:
     def _plans(self, low: int, high: int) -> PlansAtTwoCounts:
         """Plans on all submeshes that might win."""
         task, share = self.submeshes.tasks.at(high), 1 / self.task.cluster.size
+        # Where kinds differ, groups of a slow one do less than their part.
+        best_s = self.best_s if len(self.limits.kinds) == 1 else math.inf
         meshes = [
             mesh
             for mesh in self.limits.submeshes(self.task)
-            if high * least_busy_s(task, mesh) * mesh.size * share < self.best_s
+            if high * least_busy_s(task, mesh) * mesh.size * share < best_s
         ]
         pairs: list[tuple[SubmeshPlan, SubmeshPlan]] = []
         best_busy_s = math.inf
@@ -102,7 +104,7 @@ class CutSearch:
                 busy_s = self._busy_s(at_high) if at_high is not None else math.inf
                 best_busy_s = min(best_busy_s, busy_s)
                 # Even as a pipeline without bubble, in any memory; or much longer than on the best submesh so far.
-                if high * busy_s >= self.best_s or (busy_s > _BUSY * best_busy_s and not self.limits.mixed):
+                if high * busy_s >= best_s or (busy_s > _BUSY * best_busy_s and not self.limits.mixed):
                     plans.leave_out(low, mesh)
                     if at_high is not None and not self.limits.mixed:
                         too_busy.add(mesh.axes)

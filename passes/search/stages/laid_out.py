@@ -16,7 +16,6 @@ from autopar.passes.search.layout import Layout, Place
 from autopar.passes.search.microbatches import TasksByCount
 from autopar.passes.search.stages.cuts import CutSearch
 from autopar.passes.search.stages.draft import Draft
-from autopar.passes.search.stages.limits import device_kinds
 from autopar.passes.search.stages.plan_of_draft import DraftPlan, best_plan, ranked
 from autopar.passes.search.stages.submesh import SubmeshPlans
 from autopar.passes.search.task import RankedPlans, Task
@@ -95,5 +94,5 @@ def shape_of(groups: Sequence[Sequence[int]]) -> str:
 
 def _meshes(task: Task, layout: Layout) -> list[Mesh]:
     """The submesh of every stage as it is planned for: at the first of its kind of devices."""
-    kinds = device_kinds(task.cluster)
+    kinds = task.cluster.kind_starts
     return [Mesh(s.mesh.axes, max(first for first in kinds if first <= s.mesh.offset)) for s in layout.stages]

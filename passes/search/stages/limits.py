@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.cluster import ClusterSpec
 from autopar.errors import InputError
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
@@ -31,7 +30,8 @@ def leaves_stages_open(options: Options, ranks: int) -> bool:
 
 
 def check_pipeline_options(task: Task) -> None:
-    """Raises InputError for more stages than there are places to cut, unknown schedules and boundaries."""
+    """Raises InputError for more stages than there are places to cut, unknown schedules and boundaries, and for several stages
+    per group where devices differ."""
     options = task.options
     most = len(cut_points(task.program)) + 1
     want = (options.pp or 1) * (options.chunks or 1)
@@ -44,6 +44,13 @@ def check_pipeline_options(task: Task) -> None:
     if options.schedule not in ("auto", *SCHEDULES):
         raise InputError(
             f"Options.schedule {options.schedule!r} is unknown; choose auto or one of {', '.join(SCHEDULES)}"
+        )
+    per_group = max(options.chunks or 1, 1 if options.schedule == "auto" else SCHEDULES[options.schedule].stages[0])
+    if per_group > 1 and not task.cluster.homogeneous_devices:
+        raise InputError(
+            f"Options ask for {per_group} stages per group of ranks, for which groups are to be alike; this cluster has "
+            f"{' and '.join(sorted({d.name for _, d in task.cluster.devices}))}; leave Options.chunks out, and choose 1f1b, a "
+            "zb-h schedule or auto"
         )
     if options.stage_boundaries is not None:
         stages = len(boundary_calls(task.program, options.stage_boundaries)) + 1
@@ -72,17 +79,6 @@ def boundary_calls(program: Program, paths: Sequence[str]) -> tuple[int, ...]:
     return tuple(firsts)
 
 
-def device_kinds(cluster: ClusterSpec) -> list[int]:
-    """First rank of every run of equal devices."""
-    firsts: list[int] = []
-    rank = 0
-    for count, device in cluster.devices:
-        if not firsts or device != cluster.device(rank - 1):
-            firsts.append(rank)
-        rank += count
-    return firsts
-
-
 @dataclass(frozen=True)
 class StageLimits:
     """The freedom that options leave about the stages of a task.
@@ -104,7 +100,7 @@ class StageLimits:
         options, program, cluster = task.options, task.program, task.cluster
         named = options.stage_boundaries
         boundaries = boundary_calls(program, named) if named is not None else None
-        kinds = device_kinds(cluster)
+        kinds = cluster.kind_starts
         ends = [*kinds[1:], cluster.size]
         return cls(
             boundaries,
@@ -116,7 +112,7 @@ class StageLimits:
         )
 
     def submeshes(self, task: Task) -> list[Mesh]:
-        """Submeshes that stages may have, fast links filled first."""
+        """Submeshes that stages may have, each of devices of one kind, fast links filled first."""
         ranks, pp = task.cluster.size, self.pp
         if pp is not None and ranks % pp == 0 and not (self.mixed and task.options.mesh is None):
             sizes = [ranks // pp]
@@ -124,8 +120,9 @@ class StageLimits:
             sizes = [n for n in range(1, ranks) if self._may_have(n, ranks)]
         return [
             Mesh(mesh.axes, first)
-            for first in self.kinds
+            for first, available in zip(self.kinds, self.available, strict=True)
             for n in sizes
+            if n <= available
             for mesh in reversed(candidate_meshes(task.cluster, task.options, n))
         ]
 

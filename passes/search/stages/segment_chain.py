@@ -18,19 +18,19 @@ NEVER = 1e15
 def best_chain(problem: BranchProblem) -> BranchSolution | None:
     """The best pipeline of consecutive segments, as the stage solver sees them: one after another. None where none fits."""
     L = len(problem.segments)
-    counts = sorted({o.devices for row in problem.segments for o in row if o.devices <= problem.devices})
-    if not counts:
+    sizes = problem.sizes
+    if not sizes:
         return None
     entering_s = [
         sum(problem.hand_over_s(e) for e, (u, v, _) in enumerate(problem.edges) if u < l <= v) for l in range(L)
     ]
-    fastest = {devices: problem.fastest_options(devices) for devices in counts}
+    fastest = {(kind, devices): problem.fastest_options(devices, kind) for kind, devices in sizes}
     limit = min(problem.limit_bytes, NEVER / 10)
-    options = tuple(_stage_option(problem, devices, fastest[devices], limit) for devices in counts)
+    options = tuple(_stage_option(problem, size, chosen, limit) for size, chosen in fastest.items())
     stages = solve_stages(
         StageProblem(
             options,
-            (problem.devices,),
+            problem.available,
             problem.microbatches,
             np.array(entering_s),
             np.ones(L, bool),
@@ -42,16 +42,17 @@ def best_chain(problem: BranchProblem) -> BranchSolution | None:
     if isinstance(stages, StageShortage):
         return None
     groups = [
-        SegmentGroup(tuple(range(first, end)), counts[o], tuple(fastest[counts[o]][first:end]))
+        SegmentGroup(tuple(range(first, end)), sizes[o][1], tuple(fastest[sizes[o]][first:end]), sizes[o][0])
         for first, end, o in stages.pieces
     ]
     return evaluate(problem, groups)
 
 
-def _stage_option(problem: BranchProblem, devices: int, chosen: list[int], limit: float) -> StageOption:
-    """The chosen options of all segments as arrays."""
+def _stage_option(problem: BranchProblem, size: tuple[int, int], chosen: list[int], limit: float) -> StageOption:
+    """The chosen options of all segments as arrays. size: kind and number of devices."""
+    kind, devices = size
     missing = SegmentOption(devices, 0.0, resting_bytes=NEVER)
     rows = [row[i] if i >= 0 else missing for row, i in zip(problem.segments, chosen, strict=True)]
     names = ("time_s", "step_s", "resting_bytes", "held_bytes", "peak_bytes")
     time, step, resting, held, peak = (np.array([getattr(o, n) for o in rows], float) for n in names)
-    return StageOption(str(devices), devices, time, np.zeros(len(rows)), step, resting, held, peak, limit)
+    return StageOption(str(devices), devices, time, np.zeros(len(rows)), step, resting, held, peak, limit, kind)

@@ -49,8 +49,11 @@ def brute_force(problem: BranchProblem) -> tuple[float | None, float | None]:
             continue
         for choice in itertools.product(*(range(len(o)) for o in problem.segments)):
             options = [problem.segments[s][choice[s]] for s in range(n)]
-            counts = [{options[s].devices for s in block} for block in blocks]
-            if any(len(c) > 1 for c in counts) or sum(min(c) for c in counts) > problem.devices:
+            counts = [{(options[s].kind, options[s].devices) for s in block} for block in blocks]
+            taken = [sum(n for c in counts for k, n in c if k == kind) for kind in range(len(problem.available))]
+            if any(len(c) > 1 for c in counts) or any(
+                n > most for n, most in zip(taken, problem.available, strict=True)
+            ):
                 continue
             time = [sum(options[s].time_s for s in block) for block in blocks]
             latency = max(sum(time[b] for b in p) + sum(links[q] for q in itertools.pairwise(p)) for p in paths)
@@ -124,6 +127,14 @@ def check(problem: BranchProblem) -> None:
 @given(seeds, st.integers(1, 4))
 def test_groups_equal_brute_force(seed: int, n: int) -> None:
     check(random_problem(seed, n))
+
+
+@given(seeds, st.integers(1, 4))
+def test_groups_on_devices_of_two_kinds_equal_brute_force(seed: int, n: int) -> None:
+    problem, rng = random_problem(seed, n), np.random.default_rng(seed)
+    segments = tuple(tuple(replace(o, kind=int(rng.integers(0, 2))) for o in row) for row in problem.segments)
+    kinds = (int(rng.integers(1, 5)), int(rng.integers(1, 5)))
+    check(replace(problem, segments=segments, devices=sum(kinds), kinds=kinds))
 
 
 @pytest.mark.slow

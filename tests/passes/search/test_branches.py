@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -123,6 +124,22 @@ def test_side_by_side_is_predicted_faster_than_every_chain(monkeypatch: pytest.M
 def test_side_by_side_equals_one_device() -> None:
     program = beside_each_other()
     assert autopar.verify(program, program.model, driving_batch(16)).max_error <= 1e-9
+
+
+def test_groups_of_a_mixed_cluster_have_devices_of_one_kind_each_whatever_the_order_of_machines() -> None:
+    network = slow_network()
+    fast, slow = network.device(0), replace(network.device(0).slower(1.5), name="slower")
+    orders = ((fast, fast, slow, slow), (slow, fast, slow, fast))
+    programs = [compiled(replace(network, devices=tuple((2, device) for device in order))) for order in orders]
+    for program in programs:
+        assert "branch placement" in program.report()
+        for stage in program.plan.stages:
+            ranks = range(stage.mesh.offset, stage.mesh.offset + stage.mesh.size)
+            assert len({program.cluster.device(rank) for rank in ranks}) == 1
+    one, other = programs
+    assert one.predicted == other.predicted
+    assert one.plan == replace(other.plan, placement=one.plan.placement)
+    assert autopar.verify(other, other.model, driving_batch(16)).max_error <= 1e-9
 
 
 def test_a_plan_with_branches_is_replayed_from_its_json() -> None:

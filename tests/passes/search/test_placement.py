@@ -78,6 +78,28 @@ def test_launch_reads_the_placement_as_the_plan_means_it(tmp_path: Path) -> None
     assert json.loads((out / "manifest.json").read_text())["placement"][1] == 2, "RANK 1 acts as logical rank 2"
 
 
+def test_ranks_change_places_within_their_kind_and_machines_are_those_listed() -> None:
+    fast, slow = (replace(two_nodes().device(0), name=name) for name in ("fast", "slow"))
+    fast = fast.slower(0.5)
+    node, network = two_nodes().levels
+    levels = (node, replace(network, group_size=16))
+    cluster = ClusterSpec("mixed", tuple((4, device) for device in (slow, fast, slow, fast)), levels)
+    options = Options(mesh={"tp": 4, "dp": 2}, constraints={"*.weight": "[@tp, .]"}, pp=2)
+    program = autopar.compile(
+        model(), cluster, batch(), loss_fn=nn.functional.cross_entropy, optimizer=SGD, options=options
+    )
+    for place, rank in enumerate(program.plan.placement):
+        assert cluster.device(place) == program.cluster.device(rank)
+    for stage in program.plan.stages:
+        ranks = range(stage.mesh.offset, stage.mesh.offset + 8)
+        assert len({program.cluster.device(rank) for rank in ranks}) == 1, "a kind of its own"
+    nodes = [
+        {rank // 8 * 2 + rank % 2 for rank in program.plan.placement[first : first + 4]} for first in range(0, 16, 4)
+    ]
+    assert sorted(map(len, nodes)) == [1] * 4, "one tp group per node"
+    assert autopar.verify(program, program.model, batch()).max_error <= 1e-9
+
+
 def test_gain_is_what_the_cost_of_the_traffic_says() -> None:
     program = outer(two_nodes())
     traffic = program_traffic(program.lowered, program.account, 8)
@@ -89,13 +111,13 @@ def test_gain_is_what_the_cost_of_the_traffic_says() -> None:
     assert gain > GAIN
 
 
-def test_ranks_stay_in_order_where_links_are_alike_or_devices_differ() -> None:
+def test_ranks_stay_in_order_where_links_are_alike_or_every_node_is_of_another_kind() -> None:
     assert outer(ClusterSpec.local(8)).plan.placement == ()
     program = outer(two_nodes())
     fast = program.cluster.devices[0][1]
     mixed = replace(program.cluster, devices=((4, fast), (4, replace(fast, name="other"))))
     plan = replace(program.plan, placement=())
-    assert find_placement(plan, program.lowered, program.account, mixed) == (None, plan)
+    assert find_placement(plan, program.lowered, program.account, mixed)[1] == plan
     found, again = find_placement(plan, program.lowered, program.account, program.cluster)
     assert again == program.plan
     assert found is not None

@@ -15,7 +15,7 @@ from autopar.ir.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.account.calls import Units
 from autopar.passes.search.microbatches import TasksByCount, microbatch_counts
-from autopar.passes.search.stages.limits import StageLimits, boundary_calls, device_kinds
+from autopar.passes.search.stages.limits import StageLimits, boundary_calls
 from autopar.passes.search.stages.submesh import SubmeshPlan, between, option_of, two_counts
 
 
@@ -123,9 +123,9 @@ def mixed_cluster(*devices: str) -> ClusterSpec:
 
 
 def test_runs_of_equal_devices_are_one_kind() -> None:
-    assert device_kinds(ClusterSpec.homogeneous(devices=8, device="h100", devices_per_node=4)) == [0]
-    assert device_kinds(mixed_cluster("h100", "h100", "a100")) == [0, 4]
-    assert device_kinds(mixed_cluster("h100", "a100", "h100")) == [0, 2, 4]
+    assert ClusterSpec.homogeneous(devices=8, device="h100", devices_per_node=4).kind_starts == [0]
+    assert mixed_cluster("h100", "h100", "a100").kind_starts == [0, 4]
+    assert mixed_cluster("h100", "a100", "h100").kind_starts == [0, 2, 4]
 
 
 def limits(cluster: ClusterSpec, stages: int = 8, **options: Any) -> tuple[StageLimits, Any]:
