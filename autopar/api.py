@@ -29,6 +29,7 @@ from autopar.passes.order.ordered import in_order
 from autopar.passes.order.refused import NotOrdered
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.search.best_plans import search_plans
+from autopar.passes.search.idle import planned_ranks
 from autopar.passes.search.infrequent_gc import infrequent_gc
 from autopar.passes.search.overlap import overlapped
 from autopar.passes.search.placement import find_placement
@@ -107,17 +108,23 @@ def _compiled(request: Request, rules: RuleBook, first: ParallelProgram | None =
     setting = setting_for(request.cluster.size)
     given = first.plan if first is not None else request.plan
     listed = request.cluster
-    cluster = arrangements(listed)[0].cluster if given is None else arranged(listed, given.placement)
+    if given is None:
+        cluster = arrangements(listed)[0].cluster
+    else:
+        cluster = planned_ranks(arranged(listed, given.placement), given)
     layout = laid_out_as(first, program) if first is not None else None
     order = _forced_order(request) or 0
     task = Task(program, cluster, rules, setting, request.options, batches, layout=layout, order=order)
     with infrequent_gc():
         if request.plan is not None:
-            plans = [(task, replayed(task, request.plan))]
+            plans = [(task, replayed(task, request.plan, request.cluster))]
         else:
             several_shapes = bool(request.buckets) or first is not None
             plans = overlapped(_searched(task, request.batch, setting_for), several_shapes)
-        plans = [(owner, replace(one, plan=replace(one.plan, order=owner.order))) for owner, one in plans]
+        described = request.cluster.fingerprint()
+        plans = [
+            (owner, replace(one, plan=replace(one.plan, order=owner.order, cluster=described))) for owner, one in plans
+        ]
         task, best = plans[0]
         if first is not None:
             best = replace(best, plan=replace(best.plan, placement=first.plan.placement))

@@ -88,6 +88,8 @@ class Options(RunOptions):
         row-parallel products, the sequence sharded between them, vocabularies sharded), the others take the batch;
         "megatron-zero1", "-zero2" and "-zero3" with ZeRO over these others. With a baseline the axis `ep` takes the batch and has
         experts apart, and `cp` takes the sequence.
+    idle_ranks: whether the search may leave ranks without work where a step is predicted to be faster so; it does where it
+        chooses strategy, mesh and stages. False: every plan has a place for all ranks.
     recompute: what backward makes again instead of its being kept: "none", "full" (a block keeps its inputs alone),
         "selective" (attention and what is pointwise is made again), or "auto": what costs least, where memory is short.
     offload: what rests in the cluster's memory tiers (host memory, then NVMe) instead of on the device: "none",
@@ -142,6 +144,7 @@ class Options(RunOptions):
     stage_boundaries: ModulePaths | None = None
     mesh: Mapping[Identifier, AxisSize] | None = None
     strategy: Annotated[str, choice(STRATEGIES)] = "auto"
+    idle_ranks: bool = True
     recompute: RecomputePolicy = "auto"
     offload: OffloadKind = "auto"
     precision: Precision | None = None

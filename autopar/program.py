@@ -32,6 +32,7 @@ from autopar.passes.batch.microbatches import Microbatches
 from autopar.passes.check.lines import check_program
 from autopar.passes.order.ordered import in_order
 from autopar.passes.price.by_node import by_node
+from autopar.passes.search.idle import planned_ranks
 from autopar.passes.search.task import Task
 from autopar.passes.shard.evaluate import evaluate
 from autopar.passes.shard.priced_plan import PricedPlan
@@ -194,6 +195,7 @@ class ParallelProgram(Compiled):
             tuple(BucketContents(b.plan, b.lowered, b.sources, b.pipeline, b.request.inputs) for b in self.buckets),
             self.request.pad_values,
             self.options.at_run_time(),
+            self.cluster.size - self.plan.ranks,
         )
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -313,7 +315,7 @@ class ParallelProgram(Compiled):
         """A captured program under a plan that is given."""
         check_plan(plan, captured.program)
         batches = Microbatches(captured, self.rules)
-        cluster = arranged(request.cluster, plan.placement)
+        cluster = planned_ranks(arranged(request.cluster, plan.placement), plan)
         task = Task(captured.program, cluster, self.rules, self.setting, request.options, batches, order=plan.order)
         candidate = PricedPlan(plan, evaluate(captured.program, plan, task.pricers, self.rules, self.setting))
         seconds = {"capture_s": self.timings["capture_s"], "plan_s": 0.0, "lower_s": 0.0}

@@ -68,7 +68,8 @@ class Contents:
     """A directory's contents. sources: of the stages; pipeline: text of pipeline.py. update: None for inference. weights: by
     table name, on the meta device where there are none; state_names: what the same are called in the model's own state
     dict. inputs: a global batch. ranks_per_node: of the cluster. facts: of program.json. buckets: batches of other shapes,
-    and pad_values what inputs are padded with up to them. options: those that reach run time."""
+    and pad_values what inputs are padded with up to them. options: those that reach run time. idle: ranks that the plan leaves
+    idle."""
 
     plan: Plan
     lowered: LoweredProgram
@@ -84,6 +85,12 @@ class Contents:
     buckets: tuple[BucketContents, ...] = ()
     pad_values: Mapping[str, float] = field(default_factory=dict)
     options: RunOptions = DEFAULTS
+    idle: int = 0
+
+    @property
+    def started(self) -> int:
+        """How many ranks are started."""
+        return self.plan.ranks + self.idle
 
 
 def write_directory(
@@ -96,10 +103,10 @@ def write_directory(
     where a file is in the way that autopar did not write.
     """
     beside = {candidate_folder(n): one for n, one in enumerate(candidates)}
-    beside |= {world_folder(one.plan.ranks): one for one in worlds}
+    beside |= {world_folder(one.started): one for one in worlds}
     try:
         settle(directory, contents.plan)
-        programs = {".": _program(contents, [one.plan.ranks for one in worlds])}
+        programs = {".": _program(contents, [one.started for one in worlds])}
         programs |= {
             folder: _program(replace(one, weights={n: w.to("meta") for n, w in one.weights.items()}))
             for folder, one in beside.items()
@@ -165,6 +172,7 @@ def _program(contents: Contents, worlds: Sequence[int] = ()) -> _Program:
         options=contents.options,
         machines=from_data(Machines, contents.facts["machines"]),
         worlds=tuple(sorted(worlds)),
+        idle=contents.idle,
         buckets=tuple(
             BucketFiles(f"{bucket_folder(i)}/pipeline.py", _inputs(bucket.inputs))
             for i, bucket in enumerate(contents.buckets)
@@ -192,7 +200,7 @@ def _write(program: _Program, folder: Path) -> None:
 
 def _texts(contents: Contents, worlds: Sequence[int]) -> dict[str, str]:
     """The files that are generated, by name. worlds: other numbers of ranks."""
-    lowered, ranks = contents.lowered, contents.plan.ranks
+    lowered, ranks = contents.lowered, contents.started
     texts = {"plan.json": contents.plan.to_json(), "pipeline.py": contents.pipeline}
     texts |= {f"stages/stage_{i}.py": source for i, source in enumerate(contents.sources)}
     for i, bucket in enumerate(contents.buckets):

@@ -77,7 +77,8 @@ def compiled(ranks: int = 4, dropout: float = 0.1, **options: Any) -> autopar.Pa
     torch.manual_seed(0)
     batch = tuple(torch.randn(8, 24, dtype=torch.float64) for _ in range(2))
     cluster = autopar.ClusterSpec.local(ranks)
-    return autopar.compile(Net(dropout).double(), cluster, batch, optimizer=ADAMW, options=autopar.Options(**options))
+    given = autopar.Options(**{"idle_ranks": False, **options})
+    return autopar.compile(Net(dropout).double(), cluster, batch, optimizer=ADAMW, options=given)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ def machine_facts(program: Compiled) -> Machines:
     known = all(has_known_peak(device) for _, device in cluster.devices)
     links = tuple(LinkRate(level.name, level.group_size, level.rate_Bps(), level.latency_s) for level in cluster.levels)
     return Machines(
-        min(cluster.levels[0].group_size, program.plan.ranks),
+        min(cluster.levels[0].group_size, cluster.size),
         slowest.name,
         slowest.kind == "gpu",
         links,

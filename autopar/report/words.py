@@ -45,6 +45,7 @@ def report(program: Compiled) -> str:
         + ", ".join(f"{k} {size_text(v)}" for k, v in program.peak_kinds.items() if v >= 0.5)
         + ")",
         *_beside_tensors(program),
+        *_idle(program),
     ]
     if plan.precision:
         lines.append(
@@ -109,6 +110,17 @@ def report(program: Compiled) -> str:
     timings = program.timings
     lines.append("compiled in " + ", ".join(f"{k.removesuffix('_s')} {v:.2f} s" for k, v in timings.items()))
     return "\n".join(lines)
+
+
+def _idle(program: Compiled) -> list[str]:
+    """The line about ranks that the plan has no place for."""
+    ranks, used = program.cluster.size, program.plan.ranks
+    if used == ranks:
+        return []
+    on_all = [a.predicted.step_time_s for a in program.alternatives if a.plan.ranks == ranks]
+    why = f": the best plan found for all of them takes {time_text(min(on_all))} a step" if on_all else ""
+    which = f"rank {used}" if ranks - used == 1 else f"ranks {used} to {ranks - 1}"
+    return [f"idle: {which} of {ranks}{why}"]
 
 
 def _drift(program: Compiled) -> list[str]:

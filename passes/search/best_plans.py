@@ -1,9 +1,10 @@
 """Every kind of plan that is searched for one request, best first.
 
 The kinds are: the solver's plans on one mesh of all ranks; on one mesh too, with microbatches, recompute and offload
-chosen together where memory is short; pipelines; branches side by side; and the best of these in zigzag order. Each kind
-is bounded by the best plan of those before it, so whichever is likely to win goes first and the others are soon ruled out:
-pipelines on large clusters for batches that hold much for backward, plans on one mesh elsewhere.
+chosen together where memory is short; pipelines; branches side by side; the best of these in zigzag order; and the best of all
+these on fewer ranks, where that could be faster. Each kind is bounded by the best plan of those before it, so whichever is likely
+to win goes first and the others are soon ruled out: pipelines on large clusters for batches that hold much for backward, plans on
+one mesh elsewhere.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from autopar.errors import NoRoomError
 from autopar.passes.order.dims import causal_attention
 from autopar.passes.price.pricer import OutOfTime
 from autopar.passes.search.clock import Clock
+from autopar.passes.search.idle import could_win, fewer_ranks, on_fewer_ranks
 from autopar.passes.search.lower_bounds import least_bytes, least_step_s
 from autopar.passes.search.microbatches import TasksByCount
 from autopar.passes.search.one_mesh.by_strategy import search_strategies
@@ -34,6 +36,9 @@ from autopar.passes.search.zigzag import search_zigzag
 MANY_RANKS = 64
 """The most ranks for which one mesh is searched first: on larger clusters pipelines may be looked for before
 microbatches and recompute on one mesh."""
+
+NEAR = 1.1
+"""Plans on fewer ranks that are slower by less than this may be the faster ones once lines run while messages travel."""
 
 Kind = tuple[str, Callable[[float], Iterator[RankedPlans]]]
 """A kind of plans, and the search for those that are faster than so many seconds: their ranking, whenever it gets better."""
@@ -52,7 +57,7 @@ def search_plans(task: Task, batch: int, now: Callable[[], float] = time.monoton
     rankings: dict[str, RankedPlans] = {}
     unfinished: list[str] = []
     with task.workers:
-        for kind, search in chain(_kinds(task, batch), _in_order(task, batch, rankings)):
+        for kind, search in chain(_on_all(task, batch, rankings), _on_fewer(task, batch)):
             if not unfinished:
                 clock.say(kind, _best_s(rankings))
                 try:
@@ -70,7 +75,34 @@ def search_plans(task: Task, batch: int, now: Callable[[], float] = time.monoton
     plans = [
         plan for ranking in sorted(rankings.values(), key=lambda ranking: ranking[0][1].step_s) for plan in ranking
     ]
-    return _left_out(plans, tuple(unfinished)) if unfinished else plans
+    return _left_out(plans, tuple(unfinished), least_step_s(task)) if unfinished else plans
+
+
+def _on_all(task: Task, batch: int, rankings: dict[str, RankedPlans]) -> Iterator[Kind]:
+    """The kinds of plans on all ranks of a task. rankings: theirs, as they are found."""
+    return chain(_kinds(task, batch), _in_order(task, batch, rankings))
+
+
+def _on_fewer(task: Task, batch: int) -> Iterator[Kind]:
+    """The kind that takes the best plans of fewer ranks, where there may be any. Plans on all ranks do not bound them: estimates
+    would rule out what is a little faster, and a rank more is never to be worse than none."""
+    numbers = fewer_ranks(task)
+
+    def search_fewer(best_s: float) -> Iterator[RankedPlans]:
+        found: RankedPlans = []
+        for smaller in (on_fewer_ranks(task, ranks) for ranks in numbers):
+            rankings: dict[str, RankedPlans] = {}
+            for kind, search in _on_all(smaller, batch, rankings) if could_win(task, smaller, best_s) else ():
+                for ranking in search(_best_s(rankings)):
+                    rankings[kind] = ranking
+            if (fastest_s := _best_s(rankings)) < NEAR * best_s:
+                best_s = min(best_s, fastest_s)
+                found += (ranking[0] for ranking in rankings.values() if ranking[0][1].step_s == fastest_s)
+                found.sort(key=lambda plan: plan[1].step_s)
+                yield found
+
+    if numbers:
+        yield "plans that leave ranks idle", search_fewer
 
 
 def _kinds(task: Task, batch: int) -> Iterator[Kind]:
@@ -147,10 +179,11 @@ def _wants_microbatches(task: Task) -> bool:
     return held > resting
 
 
-def _left_out(plans: RankedPlans, kinds: tuple[str, ...]) -> RankedPlans:
-    """Plans of a search that ended early: the best one says what was left out, and how far it is from what no plan beats."""
+def _left_out(plans: RankedPlans, kinds: tuple[str, ...], least_s: float) -> RankedPlans:
+    """Plans of a search that ended early: the best one says what was left out, and how far it is from what no plan beats.
+    least_s: seconds that no plan beats."""
     (task, best), *others = plans
-    solution = replace(best.solution, bound=min(best.solution.bound, least_step_s(task)))
+    solution = replace(best.solution, bound=min(best.solution.bound, least_s))
     return [(task, replace(best, solution=solution, left_out=kinds)), *others]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autopar.cluster import ClusterSpec
 from autopar.errors import PlanError
 from autopar.passes.search.task import Task
 from autopar.passes.shard.evaluate import evaluate
@@ -11,10 +12,10 @@ from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import Plan, check_plan
 
 
-def replayed(task: Task, plan: Plan) -> PricedPlan:
-    """The plan as a candidate. Raises PlanError when it is for another model, cluster or batch."""
-    cluster = task.cluster
-    if plan.ranks != cluster.size:
+def replayed(task: Task, plan: Plan, cluster: ClusterSpec) -> PricedPlan:
+    """The plan as a candidate. cluster: that it is for, whose first ranks it takes, or all of them. Raises PlanError when it is
+    for another model, cluster or batch."""
+    if plan.ranks > cluster.size or (plan.ranks < cluster.size and plan.cluster != cluster.fingerprint()):
         raise PlanError(
             f"this plan is for {plan.ranks} ranks, the cluster has {cluster.size}; compile again without plan="
         )

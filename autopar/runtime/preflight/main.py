@@ -66,10 +66,13 @@ def main(directory: str | Path, backend: str, arguments: argparse.Namespace) -> 
     manifest = Manifest.read(directory)
     if "WORLD_SIZE" in os.environ:
         with contextlib.suppress(WrongWorldSize):  # it is a finding then
-            manifest = manifest_for(directory, started_ranks(), spares=bool(arguments.run and manifest.worlds))
+            manifest = manifest_for(
+                directory, started_ranks(), spares=bool(arguments.run and manifest.worlds), idle=True
+            )
     per_node = manifest.machines.ranks_per_node if manifest.machines else manifest.world_size
-    place = Place.of(os.environ, per_node, manifest.world_size)
-    spares = max(place.ranks - manifest.world_size, 0) if arguments.run and manifest.worlds else 0
+    place = Place.of(os.environ, per_node, manifest.started)
+    beyond = max(place.ranks - manifest.world_size, 0)
+    spares = beyond if arguments.run and manifest.worlds else min(beyond, manifest.idle)
     expected = Expected(manifest.world_size + spares, manifest.machines, place.by_machine)
     folders = list(dict.fromkeys((Path(directory), manifest.directory)))
     own = own_facts(place, folders, backend, arguments.run, _wanted(arguments))

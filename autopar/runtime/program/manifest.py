@@ -51,7 +51,8 @@ class Manifest:
     """manifest.json of an emitted directory. state_names: the names of every parameter and buffer in the model's own state
     dict, none for what is not in it; constants: the folder with the values of the latter; home: where folders of weights
     lie, which is not the directory where that is one of several candidates (`tuned`), or the program for another number of
-    ranks; worlds: such numbers, beside that of the program at home."""
+    ranks; worlds: such numbers, beside that of the program at home. idle: ranks that are started beside those of the plan, which
+    is faster without them."""
 
     directory: Path = field(metadata=kept(absent=True))
     world_size: Ranks
@@ -68,6 +69,7 @@ class Manifest:
     options: RunOptions = field(default=DEFAULTS, metadata=kept(inline=True))
     machines: Machines | None = None
     worlds: Annotated[tuple[Ranks, ...], Length(most=MOST_WORLDS)] = field(default=(), metadata=SPARSE)
+    idle: Annotated[int, integer(0, MOST_RANKS)] = field(default=0, metadata=SPARSE)
     buckets: Annotated[tuple[BucketFiles, ...], Length(most=MOST_BUCKETS)] = field(default=(), metadata=SPARSE)
     pad_values: Annotated[Mapping[str, float], Length(most=1024)] = field(
         default_factory=dict, metadata=kept(beside="buckets")
@@ -91,14 +93,19 @@ class Manifest:
     def for_ranks(self, ranks: int) -> Manifest:
         """The manifest of the program for so many ranks, one of `worlds`. Raises RuntimeProgramError."""
         other = self._beside((self.home or self.directory) / world_folder(ranks))
-        if other.world_size != ranks:
-            raise RuntimeProgramError(f"{other.directory} holds a program for {other.world_size} ranks; emit it again")
+        if other.started != ranks:
+            raise RuntimeProgramError(f"{other.directory} holds a program for {other.started} ranks; emit it again")
         return other
 
     def _beside(self, folder: Path) -> Manifest:
         """The manifest of a program that takes its weights from the same home."""
         home = self.home or self.directory
         return replace(self._of(folder), weights=self.weights, constants=self.constants, home=home, worlds=self.worlds)
+
+    @property
+    def started(self) -> int:
+        """How many ranks are started: those of the plan, and those that it leaves idle."""
+        return self.world_size + self.idle
 
     @property
     def weights_folder(self) -> Path | None:

@@ -32,7 +32,7 @@ from .meeting import joined
 from .ownership import Ownership, own_together
 from .patient_streams import make_patient
 from .plain_run import train
-from .spares import START_AGAIN, stand_by
+from .spares import DONE, START_AGAIN, stand_by, tell_spares
 
 USAGE_ERROR = 2
 NO_DATA = "no --data: every batch is random numbers, which is good for trying the program out and for nothing else"
@@ -47,7 +47,7 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.preflight:
             return preflight(directory, chosen_backend(arguments.backend).transport.name, arguments)
-        manifest = manifest_for(directory, started_ranks(), spares=bool(arguments.run))
+        manifest = manifest_for(directory, started_ranks(), spares=bool(arguments.run), idle=True)
         manifest.update_rule()
     except RuntimeProgramError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -57,13 +57,14 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
     owner: Ownership | None = None
     status = 0
     try:
-        met = joined(arguments.timeout) if arguments.run else None
+        met = joined(arguments.timeout) if arguments.run or manifest.idle else None
         if met is not None:
             store, rank = met
-            owns = rank == (manifest.placement.index(0) if manifest.placement else 0)
-            owner = own_together(Path(arguments.run), store, owns, end_process(rank), arguments.timeout)
-            if leave_out(store, rank, arguments, min((manifest.world_size, *manifest.worlds))):
-                return START_AGAIN
+            if arguments.run:
+                owns = rank == (manifest.placement.index(0) if manifest.placement else 0)
+                owner = own_together(Path(arguments.run), store, owns, end_process(rank), arguments.timeout)
+                if leave_out(store, rank, arguments, min((manifest.world_size, *manifest.worlds))):
+                    return START_AGAIN
             if rank >= manifest.world_size:
                 return stand_by(dist.PrefixStore("notes", store), manifest, rank, arguments.hang, arguments.timeout)
         program = load(
@@ -87,6 +88,8 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
             status = Run(program, arguments, program.store, owner).train()
         else:
             train(program, arguments)
+            if program.store is not None and program.session.comm.rank == 0:
+                tell_spares(program.store, started_ranks() - manifest.world_size, DONE)
     except BaseException as error:
         _die(error, program, arguments.run)
     if watch is not None:

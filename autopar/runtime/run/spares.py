@@ -1,8 +1,8 @@
 """Ranks that a plan has no place for: they wait, and take part when torchrun starts the workers anew.
 
-A spare loads nothing and is in no process group. It looks at the store of its round: the run says there that it ended, and
-its first rank beats there (flight.py). Where that stops beating the spare fails, so that torchrun starts a new round, in which
-it may have a place.
+Ranks that a plan leaves idle, as a step is faster without them, are spares too. A spare loads nothing and is in no process group.
+It looks at the store of its round: the run says there that it ended, and its first rank beats there (flight.py). Where that stops
+beating the spare fails, so that torchrun starts a new round, in which it may have a place.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def stand_by(store: dist.Store, manifest: Manifest, rank: int, hang_s: float, ti
     hang_s: seconds without a beat after which the run is taken for dead (0: never), timeout_s: until the first one. Raises
     RuntimeProgramError then.
     """
-    print(f"rank {rank} is a spare: this run has a plan for {manifest.world_size} ranks", flush=True)
+    what = "idle" if rank < manifest.started else "a spare"
+    print(f"rank {rank} is {what}: this run has a plan for {manifest.world_size} ranks", flush=True)
     last, heard_s, seen = b"", 0.0, SeenTime()
     while not store.check([_ENDED]):
         seen.tick(POLL_S)
