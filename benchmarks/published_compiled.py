@@ -77,8 +77,6 @@ def approximated(w: Workload) -> list[str]:
         "attention over a window without sinks": bool(w.model.window),
         f"schedule {schedule} as {SCHEDULES.get(schedule)}": p.pp > 1 and schedule in SCHEDULES,
         "tensor parallelism with the sequence sharded between products": p.tp > 1 and not p.sequence_parallel,
-        "ZeRO-2 as ZeRO-1: gradients are reduced after the last microbatch": p.zero == 2 and w.microbatches > 1,
-        "ZeRO-3 with gradients reduced after the last microbatch": p.zero == 3 and w.microbatches > 1,
         "recomputation without products whose results backward does not read": w.plan.recompute == "full",
     }
     return [difference for difference, holds in differences.items() if holds]
@@ -86,11 +84,10 @@ def approximated(w: Workload) -> list[str]:
 
 def forced_options(w: Workload) -> autopar.Options:
     """The options that leave a row's plan alone."""
-    p, zero = w.parallel, {0: "", 1: "zero1", 2: "zero1", 3: "zero3"}[w.parallel.zero]
+    p, zero = w.parallel, f"zero{w.parallel.zero}" if w.parallel.zero else ""
     schedule = schedule_name(w.plan.schedule, p.vpp)
-    axes = (("dp", p.dp // p.ep), ("ep", p.ep), ("cp", p.cp), ("tp", p.tp))
     return autopar.Options(
-        mesh={axis: size for axis, size in axes if axis == "dp" or size > 1},
+        mesh={axis: size for axis, size in p.axes.items() if axis == "dp" or size > 1},
         strategy="-".join(filter(None, ("megatron", zero))) if p.tp > 1 else zero or "dp",
         pp=p.pp,
         chunks=p.V if p.pp > 1 else None,

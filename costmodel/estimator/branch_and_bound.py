@@ -46,7 +46,7 @@ from autopar.costmodel.estimator.pipeline_time import (
 from autopar.costmodel.estimator.schedules import ESTIMATED
 from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
 from autopar.costmodel.estimator.space import Space, micro_batches, pipelines, sizes, storages
-from autopar.costmodel.estimator.step import Estimate, adam_s, estimate, parameter_traffic
+from autopar.costmodel.estimator.step import Estimate, estimate, parameter_traffic, update_s
 from autopar.costmodel.estimator.workload import StepPlan, Workload
 from autopar.costmodel.software import Software
 
@@ -152,8 +152,10 @@ class BranchAndBound:
         cuts_by_part: dict[Part, list[tuple[int, int]]] = {}
         for dp, tp, pp, cp, ep in sizes(self.model, self.cluster.size, self.batch, self.space):
             expert_tp = ParallelConfig(dp, tp, pp, cp, ep).expert_tp
+            scattered = ParallelConfig(dp, tp, pp, cp, ep, sequence_parallel=True)
+            ways = (True, False) if tp > 1 and not scattered.undivided(self.model) else (False,)
             for b in micro_batches(self.batch, dp, self.space):
-                for sequence_parallel in (True, False) if tp > 1 else (False,):
+                for sequence_parallel in ways:
                     key = Part(tp, cp, ep, expert_tp, sequence_parallel, b, ())
                     cuts_by_part.setdefault(key, []).append((dp, pp))
         for key, cuts in cuts_by_part.items():
@@ -195,12 +197,12 @@ class BranchAndBound:
         """Chooses schedule and chunks: the fullest group's work, and what must pass before and after it."""
         (dp, pp) = part.cuts[0]
         m, layers = self.batch // (dp * part.b), self.model.layers
-        if self.leanest(part, least_layers(layers, pp, self.space.max_chunks)) > self.room:
+        if self.leanest(part, least_layers(self.model, pp, self.space.max_chunks)) > self.room:
             self.short += 1
             return
         whole, one = self.layers_s(part)
         forward = min(kind.F for kind in self.read_layers(part).kinds)
-        for name, vpp in pipelines(layers, pp, m, self.space):
+        for name, vpp in pipelines(self.model, pp, m, self.space):
             self.opened += 1
             chunks = chunk_layers(layers, pp, vpp or 1)
             most = max(map(sum, chunks))
@@ -230,7 +232,7 @@ class BranchAndBound:
             m = w.microbatches
             window = overlap_window(len(chunks[0]), len(chunks), m)
             exposed = exposed_parameters_s(parameter_traffic(w, chunks), timed.busy, m, window, self.software)
-            extra_s.append((exposed + adam_s(w, chunks), len(extra_s), child))
+            extra_s.append((exposed + update_s(w, chunks), len(extra_s), child))
         self.opened += len(extra_s)
         for extra, _, child in sorted(extra_s, key=lambda way: way[:2]):
             held = fullest_stage(self.workload(child), chunks).reserved
@@ -258,9 +260,10 @@ class BranchAndBound:
 
 
 @lru_cache(maxsize=4096)
-def least_layers(layers: int, pp: int, chunks: int) -> int:
+def least_layers(model: TransformerShape, pp: int, chunks: int) -> int:
     """Fewest layers that the first of pp groups can have, whatever the number of chunks."""
-    return min(sum(chunk_layers(layers, pp, V)[0]) for V in range(1, max(1, min(chunks, (layers + 2) // pp)) + 1))
+    most = max(1, min(chunks, model.most_stages // pp))
+    return min(sum(chunk_layers(model.layers, pp, V)[0]) for V in range(1, most + 1))
 
 
 def span_bound_s(name: str, p: int, m: int, V: int, times: dict[tuple[int, str], float], comm_s: float) -> float:
