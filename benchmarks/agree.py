@@ -1,4 +1,4 @@
-"""Do the estimator and the compiler agree on what is feasible, and on what it takes?
+"""The estimator and the compiler side by side: what is feasible, and what it takes.
 
 `python -m benchmarks.agree` asks both about the same cases: a transformer on a cluster under a layout (`CASES`, and with `--file
 published_runs.json` the layouts of published rows). The compiler is forced to the layout, the estimator is asked with the
@@ -6,10 +6,11 @@ software of emitted programs, and three answers are compared:
 
     allowed    the layout is one that the compiled plan has: whatever it is to cut is cut
     fits       the peak is within what the cluster's devices have; asked of the compiler in their memory where it is near. Where
-               it is nearer than `BYTES` says, the two may differ, and are counted apart ("near the limit")
+               it is nearer than `BYTES` says the two may differ, and are counted apart ("near_the_limit")
     seconds, bytes of tensors    the estimator's over the compiler's, within `SECONDS` and `BYTES`
 
-Layouts that nobody can name to the compiler are left out, and counted by why; of these the estimator refuses the same.
+Known differences (`known`) are counted apart. Layouts that nobody can name to the compiler are left out, and counted by why; the
+estimator refuses them of emitted programs.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from benchmarks.published_compiled import forced_options, inexpressible
 from benchmarks.published_models import Transformer
 from benchmarks.published_rows import read_rows, write_result
 
-SECONDS = (0.6, 1.15)
+SECONDS = (0.7, 1.25)
 """Estimated over compiled seconds of a step."""
 BYTES = (0.8, 1.2)
 """Estimated over compiled bytes of tensors at the peak."""
@@ -52,8 +53,8 @@ NEAR = 1.25
 
 @dataclass(frozen=True)
 class Answer:
-    """What one of the two says. refused: why the layout is not allowed, empty where it is. total_bytes: of tensors at the peak;
-    room_bytes: for them on a device."""
+    """An answer of one of the two. refused: why the layout is not allowed, empty where it is. total_bytes: of tensors at the
+    peak; room_bytes: for them on a device."""
 
     refused: str
     fits: bool = False
@@ -70,6 +71,12 @@ class Agreement:
     estimated: Answer
     compiled: Answer
     differ: tuple[str, ...]
+
+    @property
+    def is_near(self) -> bool:
+        """Whether they differ in what fits as the peak is nearer to the limit than its estimate is meant to be to the peak."""
+        c = self.compiled
+        return self.estimated.fits != c.fits and BYTES[0] * c.total_bytes <= c.room_bytes <= BYTES[1] * c.total_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -175,9 +182,11 @@ def of_presets() -> Iterator[Workload]:
     whole = replace(LLAMA, layers=32, seq_len=8192, name="llama 8b")
     node = ClusterSpec.preset("dgx-h100")
     for recompute in ("none", "full"):
-        for sizes in ({"dp": 8, "zero": 1}, {"dp": 8, "zero": 3}, {"dp": 2, "tp": 4}, {"dp": 4, "cp": 2, "zero": 1}):
-            yield case(whole, node, 2, recompute=recompute, **sizes)
-    yield case(replace(whole, seq_len=4096, experts=8, topk=2), ClusterSpec.preset("dgx-h100", nodes=2), dp=16, ep=8, zero=1)
+        for dp, tp, cp, zero in ((8, 1, 1, 1), (8, 1, 1, 3), (2, 4, 1, 0), (4, 1, 2, 1)):
+            yield case(whole, node, 2, recompute=recompute, dp=dp, tp=tp, cp=cp, zero=zero)
+    yield case(
+        replace(whole, seq_len=4096, experts=8, topk=2), ClusterSpec.preset("dgx-h100", nodes=2), dp=16, ep=8, zero=1
+    )
     big = replace(whole, layers=80, hidden=8192, heads=64, ffn=28672, seq_len=4096, name="llama 70b")
     four = ClusterSpec.preset("dgx-a100", nodes=4)
     for tp, pp, zero in ((8, 4, 0), (8, 2, 1), (4, 4, 1), (8, 1, 3), (1, 1, 3)):
@@ -306,8 +315,16 @@ def _cut_sizes(program: autopar.ParallelProgram, axis: str, kind: str) -> Iterat
 # --- the comparison
 
 
+def known(w: Workload) -> frozenset[str]:
+    """In what the two are known to differ: where gradients of experts are reduced after every microbatch along two axes, the
+    compiler counts several layers of them under way, the estimator none."""
+    p = w.parallel
+    under_way = w.model.experts and p.zero >= 2 and p.ep == 1 and p.cp > 1 and w.microbatches > 1
+    return frozenset({"bytes"} if under_way else ())
+
+
 def agreement(w: Workload) -> Agreement:
-    """Both answers to a case."""
+    """Both answers to a case, known differences left out."""
     e, c = estimated(w), compiled(w)
     differ = []
     if bool(e.refused) != bool(c.refused):
@@ -316,7 +333,7 @@ def agreement(w: Workload) -> Agreement:
         differ += ["fits"] if e.fits != c.fits and not Agreement("", e, c, ()).is_near else []
         differ += ["seconds"] if not SECONDS[0] <= e.step_s / c.step_s <= SECONDS[1] else []
         differ += ["bytes"] if not BYTES[0] <= e.total_bytes / c.total_bytes <= BYTES[1] else []
-    return Agreement(named(w), e, c, tuple(differ))
+    return Agreement(named(w), e, c, tuple(what for what in differ if what not in known(w)))
 
 
 def named(w: Workload) -> str:
@@ -330,7 +347,7 @@ def named(w: Workload) -> str:
 
 def compared(cases: Iterable[Workload]) -> dict[str, Any]:
     """All cases, and what can be said of them together."""
-    began, found, unsaid = time.process_time(), [], Counter[str]()
+    began, found, unsaid, cases = time.process_time(), [], Counter[str](), list(cases)
     for w in cases:
         reason = inexpressible(w)
         if reason:
@@ -346,10 +363,11 @@ def compared(cases: Iterable[Workload]) -> dict[str, Any]:
     return {
         "cases": len(found),
         "refused_by_both": sum(bool(a.estimated.refused and a.compiled.refused) for a in found),
-        "near the limit": [a.name for a in both if a.is_near],
+        "near_the_limit": [a.name for a in both if a.is_near],
         "fit_by_both": sum(a.estimated.fits and a.compiled.fits for a in found),
         "differ": dict(Counter(what for a in found for what in a.differ)),
         "ratios": {what: _spread(values) for what, values in ratios.items() if values},
+        "known": [named(w) for w in cases if known(w)],
         "left_out": dict(unsaid),
         "process_s": time.process_time() - began,
         "all": [a.to_dict() for a in found],

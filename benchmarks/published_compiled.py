@@ -21,7 +21,7 @@ import autopar
 from autopar.costmodel.estimator.rows import row_workload
 from autopar.costmodel.estimator.schedules import schedule_name
 from autopar.costmodel.estimator.step import estimate_workload
-from autopar.costmodel.estimator.workload import Workload
+from autopar.costmodel.estimator.workload import Workload, not_emitted
 from autopar.costmodel.software import Software
 from autopar.errors import AutoparError
 from autopar.passes.account.program import account
@@ -56,17 +56,12 @@ class Compiled:
 
 def inexpressible(w: Workload) -> str:
     """Why `compile` cannot be forced to a row's plan; empty where it can."""
-    p, shape = w.parallel, w.model
     reasons = {
-        f"{w.precision}: Options.precision is bf16 or fp16": w.precision not in PRECISIONS,
-        f"experts apart over ep={p.ep} of dp={p.dp}: rows travel along one axis, which is a part of dp": p.dp % p.ep
-        > 0,
-        "a head that predicts a further token": bool(shape.mtp_layers),
-        "ZeRO over a part of the ranks that take the batch": p.shard_group not in (None, p.dp),
-        f"recompute {w.plan.recompute!r}: Options.recompute is none, selective or full": w.plan.recompute == "mlp",
+        not_emitted(w): True,
+        "a head that predicts a further token": bool(w.model.mtp_layers),
         "offload": w.plan.offload != "none",
     }
-    return "; ".join(reason for reason, holds in reasons.items() if holds)
+    return "; ".join(reason for reason, holds in reasons.items() if holds and reason)
 
 
 def approximated(w: Workload) -> list[str]:

@@ -100,7 +100,7 @@ class Software:
 
     @property
     def is_emitted(self) -> bool:
-        """Whether programs are emitted ones: parameters rest in the precision in which they are updated, and are cast from there."""
+        """Whether programs are emitted ones: parameters rest as they are updated, and are cast from there."""
         return self.copy_bytes is None
 
     @property

@@ -100,7 +100,8 @@ def most_for_a_moment(w: Workload, tables: int, has_head: bool) -> float:
     """Bytes that an emitted program needs beside what it keeps, in the layer, look-up or head that needs most: gradients of what
     it computes with, and those of its weights, in low precision and in full, while there is a sum to add them to.
 
-    tables: in the stage. ZeRO-2 and 3 have whole gradients of tables under way.
+    tables: in the stage, of which ZeRO-2 and 3 have whole gradients under way: in a layer one, else those of the microbatch
+    before too.
     """
     model, p = w.model, w.parallel
     added = 2 * w.width if w.microbatches > 1 else 0.0
@@ -113,10 +114,10 @@ def most_for_a_moment(w: Workload, tables: int, has_head: bool) -> float:
         layer = rows * (model.hidden + (1 + halves) * model.ffn / p.tp) + added * model.hidden * model.ffn / p.tp
     table = added * model.embedding_params / p.tp
     head = rows * (2 * model.hidden / w.sequence_split + model.vocab / p.tp) + table
-    most = max(layer + made_again(w), table if tables else 0.0, head if has_head else 0.0)
-    if p.zero >= 2 and p.data_ranks > 1:
-        most += 4 * model.embedding_params / p.tp * (tables if w.microbatches > 1 else min(tables, 1))
-    return most
+    sent = 4 * model.embedding_params / p.tp if p.zero >= 2 and p.data_ranks > 1 else 0.0
+    all_sent = sent * (tables if w.microbatches > 1 else min(tables, 1))
+    once = layer + made_again(w) + (sent if tables else 0.0)
+    return max(once, all_sent + (table if tables else 0.0), all_sent + head if has_head else 0.0)
 
 
 def made_again(w: Workload) -> float:

@@ -242,7 +242,7 @@ class ParallelConfig:
         return self.tp if self.ep <= self.dp * self.cp else 1
 
     def cuts(self, model: TransformerShape) -> Iterator[Cut]:
-        """What the plan cuts into equal parts: this alone says which sizes of a model must divide, as in emitted programs."""
+        """The dims that the plan cuts into equal parts: this alone says which sizes of a model must divide."""
         if self.tp > 1:
             yield Cut("heads", model.heads, "tp", self.tp)
             yield Cut("heads of keys", model.heads if model.mla else model.kv_heads or model.heads, "tp", self.tp)

@@ -29,9 +29,10 @@ from autopar.costmodel.estimator.pipeline_time import (
 )
 from autopar.costmodel.estimator.schedules import microbatches_held, schedule_name
 from autopar.costmodel.estimator.shape import TransformerShape
-from autopar.costmodel.estimator.workload import StepPlan, Workload
+from autopar.costmodel.estimator.workload import StepPlan, Workload, not_emitted
 from autopar.costmodel.simulate import Durations
 from autopar.costmodel.software import Software
+from autopar.errors import ConstraintError
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,8 @@ def estimate_workload(w: Workload, check: bool = True) -> Estimate:
     peak_flops = w.peak_flops()
     if check:
         plan.parallel.check(model, cluster.size, w.batch, plan.micro_batch)
+        if w.software.is_emitted and (reason := not_emitted(w)):
+            raise ConstraintError(reason)
     plan.check()
     w = w.at(replace(plan, schedule=schedule_name(plan.schedule, plan.parallel.vpp)))
     p, m = w.parallel, w.microbatches
@@ -178,7 +181,9 @@ def parameter_traffic(w: Workload, layers: Layers) -> ParameterTraffic:
     """
     p, software = w.parallel, w.software
     grad_bytes = software.reduce_bytes or 4.0
-    copy_bytes = software.copy_bytes or (w.width if p.zero == 3 else 4.0)  # parameters are cast before they are gathered
+    copy_bytes = software.copy_bytes or (
+        w.width if p.zero == 3 else 4.0
+    )  # parameters are cast before they are gathered
     if p.data_ranks == 1:
         return ParameterTraffic()
     shared, experts = _fullest_params(w, layers)
@@ -186,12 +191,14 @@ def parameter_traffic(w: Workload, layers: Layers) -> ParameterTraffic:
     for params, count, stride in ((shared, p.data_ranks, p.tp), (experts, p.expert_data_ranks, p.ep * p.expert_tp)):
         if p.zero >= 1:
             group = min(count, p.shard_group or count)
-            gather += messages_s(w, "all_gather", copy_bytes * params, stride, group)
-            reduce += messages_s(w, "reduce_scatter", grad_bytes * params, stride, group)
+            gather += messages_s(w, "all_gather", copy_bytes * params, params, stride, group)
+            reduce += messages_s(w, "reduce_scatter", grad_bytes * params, params, stride, group)
             if group < count:
-                reduce += messages_s(w, "all_reduce", grad_bytes * params / group, stride * group, count // group)
+                reduce += messages_s(
+                    w, "all_reduce", grad_bytes * params / group, params, stride * group, count // group
+                )
         else:
-            reduce += messages_s(w, "all_reduce", grad_bytes * params, stride, count)
+            reduce += messages_s(w, "all_reduce", grad_bytes * params, params, stride, count)
     if p.zero == 3:
         return ParameterTraffic(gather, gather + reduce)
     if p.zero == 2 and not w.software.late_reduction:
@@ -199,9 +206,13 @@ def parameter_traffic(w: Workload, layers: Layers) -> ParameterTraffic:
     return ParameterTraffic(reduce_s=reduce, gather_s=gather)
 
 
-def messages_s(w: Workload, kind: str, nbytes: float, stride: int, ranks: int) -> float:
-    """Seconds of messages of so many bytes together: emitted programs send them in buckets, frameworks as if at once."""
-    messages = max(1.0, nbytes / w.software.bucket_bytes) if w.software.is_emitted else 1.0
+def messages_s(w: Workload, kind: str, nbytes: float, params: float, stride: int, ranks: int) -> float:
+    """Seconds of messages of so many bytes for so many parameters: emitted programs send them in buckets, larger weights alone (a
+    layer has about seven), frameworks as if at once."""
+    messages = 1.0
+    if w.software.is_emitted and params:
+        weight = w.model.layer_params(False) / 7 / w.parallel.tp
+        messages = max(1.0, nbytes / max(w.software.bucket_bytes, weight * nbytes / params))
     return messages * strided_time_s(w.cluster, kind, nbytes / messages, stride, ranks)
 
 
@@ -217,8 +228,8 @@ def update_s(w: Workload, layers: Layers) -> float:
 
 
 def added_bytes(w: Workload, params: float, owned: float) -> float:
-    """Bytes that passes move in a step to add up so many gradients in 32 bits: the first is cast, further ones are read beside the
-    sum that they are added to; sums of ZeRO-2 and 3 are of shards."""
+    """Bytes that passes move in a step to add up so many gradients in 32 bits: the first is cast, further ones are read beside
+    the sum that they are added to; sums of ZeRO-2 and 3 are of shards."""
     if not w.software.gradient_passes:
         return 0.0
     first = w.microbatches if w.parallel.zero >= 2 else 1
