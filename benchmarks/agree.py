@@ -277,7 +277,7 @@ COLUMNS = {
 
 
 def uncut(program: autopar.ParallelProgram, w: Workload) -> list[str]:
-    """What the layout is to cut and the plan does not."""
+    """The names of the dims that the layout is to cut and the plan does not."""
     whole = []
     for cut in w.parallel.cuts(w.model):
         axes = [axis for axis in cut.axes.split("*") if axis]
@@ -301,7 +301,7 @@ def uncut(program: autopar.ParallelProgram, w: Workload) -> list[str]:
 
 
 def _cut_sizes(program: autopar.ParallelProgram, axis: str, kind: str) -> Iterator[set[int]]:
-    """Of every op of a kind the sizes of what it is split by along an axis."""
+    """The sizes of the indices by which every op of a kind is split along an axis."""
     for stage in program.plan.stages:
         place = stage.mesh.names.index(axis)
         for name, plan in stage.templates.items():

@@ -47,7 +47,7 @@ from autopar.costmodel.estimator.schedules import ESTIMATED
 from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
 from autopar.costmodel.estimator.space import Space, micro_batches, pipelines, sizes, storages
 from autopar.costmodel.estimator.step import Estimate, estimate, parameter_traffic, update_s
-from autopar.costmodel.estimator.workload import StepPlan, Workload
+from autopar.costmodel.estimator.workload import StepPlan, Workload, not_emitted
 from autopar.costmodel.software import Software
 
 
@@ -126,6 +126,10 @@ class BranchAndBound:
         """A part as the formulas take it; of open decisions the first."""
         return Workload(self.model, self.cluster, self.device, part.plan(), self.software, self.batch)
 
+    def allows(self, part: Part) -> bool:
+        """Whether the software has such plans."""
+        return not (self.software.is_emitted and not_emitted(self.workload(part)))
+
     def read_layers(self, part: Part) -> ReadLayers:
         """The model's layers, remembered by what they depend on."""
         gathered = part.zero3 and part.recompute == "selective"
@@ -157,6 +161,8 @@ class BranchAndBound:
             for b in micro_batches(self.batch, dp, self.space):
                 for sequence_parallel in ways:
                     key = Part(tp, cp, ep, expert_tp, sequence_parallel, b, ())
+                    if not self.allows(key._replace(cuts=((dp, pp),))):
+                        continue
                     cuts_by_part.setdefault(key, []).append((dp, pp))
         for key, cuts in cuts_by_part.items():
             part = key._replace(cuts=tuple(cuts))
@@ -188,6 +194,8 @@ class BranchAndBound:
             for recompute in self.space.recomputes:
                 for zero3 in (False, True) if 3 in self.space.zeros and dp * part.cp > 1 else (False,):
                     child = part._replace(cuts=((dp, pp),), cut=True, recompute=recompute, zero3=zero3)
+                    if not self.allows(child):
+                        continue
                     self.opened += 1
                     whole, one = self.layers_s(child)
                     slowest = max(whole / pp, -(-self.model.layers // pp) * one)
@@ -228,6 +236,8 @@ class BranchAndBound:
         extra_s: list[tuple[float, int, Part]] = []
         for storage in storages(dp * part.cp, self.space.zeros, part.zero3):
             child = part._replace(storage=storage)
+            if not self.allows(child):
+                continue
             w = self.workload(child)
             m = w.microbatches
             window = overlap_window(len(chunks[0]), len(chunks), m)

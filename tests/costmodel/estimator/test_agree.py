@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from autopar.costmodel.estimator.search import search
 from autopar.costmodel.estimator.shape import ParallelConfig
 from autopar.costmodel.estimator.step import estimate_workload
-from autopar.costmodel.estimator.workload import Workload
+from autopar.costmodel.estimator.workload import Workload, not_emitted
 from autopar.errors import ConstraintError
 from benchmarks import agree
 from benchmarks.published_compiled import inexpressible
@@ -96,6 +97,15 @@ def test_what_no_emitted_program_has_is_refused_of_one(w: Workload, reason: str)
     assert reason in inexpressible(w)
     with pytest.raises(ConstraintError, match=reason):
         estimate_workload(w)
+
+
+def test_a_search_for_emitted_programs_finds_what_they_have() -> None:
+    w = agree.case(replace(agree.MIXTURE, layers=8), 8, 16, dp=8)
+    found = search(w.model, w.cluster, batch=w.batch, software=w.software, top=3)
+    assert found.best
+    for one in found.best:
+        assert one.estimate.fits
+        assert not not_emitted(w.at(one.plan))
 
 
 def test_the_answers_are_counted_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
