@@ -21,7 +21,7 @@ import autopar
 from autopar.costmodel.estimator.rows import row_workload
 from autopar.costmodel.estimator.schedules import schedule_name
 from autopar.costmodel.estimator.step import estimate_workload
-from autopar.costmodel.estimator.workload import Workload
+from autopar.costmodel.estimator.workload import Workload, not_emitted
 from autopar.costmodel.software import Software
 from autopar.errors import AutoparError
 from autopar.passes.account.program import account
@@ -56,17 +56,12 @@ class Compiled:
 
 def inexpressible(w: Workload) -> str:
     """Why `compile` cannot be forced to a row's plan; empty where it can."""
-    p, shape = w.parallel, w.model
     reasons = {
-        f"{w.precision}: Options.precision is bf16 or fp16": w.precision not in PRECISIONS,
-        f"experts apart over ep={p.ep} of dp={p.dp}: rows travel along one axis, which is a part of dp": p.dp % p.ep
-        > 0,
-        "a head that predicts a further token": bool(shape.mtp_layers),
-        "ZeRO over a part of the ranks that take the batch": p.shard_group not in (None, p.dp),
-        f"recompute {w.plan.recompute!r}: Options.recompute is none, selective or full": w.plan.recompute == "mlp",
+        not_emitted(w): True,
+        "a head that predicts a further token": bool(w.model.mtp_layers),
         "offload": w.plan.offload != "none",
     }
-    return "; ".join(reason for reason, holds in reasons.items() if holds)
+    return "; ".join(reason for reason, holds in reasons.items() if holds and reason)
 
 
 def approximated(w: Workload) -> list[str]:
@@ -77,8 +72,6 @@ def approximated(w: Workload) -> list[str]:
         "attention over a window without sinks": bool(w.model.window),
         f"schedule {schedule} as {SCHEDULES.get(schedule)}": p.pp > 1 and schedule in SCHEDULES,
         "tensor parallelism with the sequence sharded between products": p.tp > 1 and not p.sequence_parallel,
-        "ZeRO-2 as ZeRO-1: gradients are reduced after the last microbatch": p.zero == 2 and w.microbatches > 1,
-        "ZeRO-3 with gradients reduced after the last microbatch": p.zero == 3 and w.microbatches > 1,
         "recomputation without products whose results backward does not read": w.plan.recompute == "full",
     }
     return [difference for difference, holds in differences.items() if holds]
@@ -86,11 +79,10 @@ def approximated(w: Workload) -> list[str]:
 
 def forced_options(w: Workload) -> autopar.Options:
     """The options that leave a row's plan alone."""
-    p, zero = w.parallel, {0: "", 1: "zero1", 2: "zero1", 3: "zero3"}[w.parallel.zero]
+    p, zero = w.parallel, f"zero{w.parallel.zero}" if w.parallel.zero else ""
     schedule = schedule_name(w.plan.schedule, p.vpp)
-    axes = (("dp", p.dp // p.ep), ("ep", p.ep), ("cp", p.cp), ("tp", p.tp))
     return autopar.Options(
-        mesh={axis: size for axis, size in axes if axis == "dp" or size > 1},
+        mesh={axis: size for axis, size in p.axes.items() if axis == "dp" or size > 1},
         strategy="-".join(filter(None, ("megatron", zero))) if p.tp > 1 else zero or "dp",
         pp=p.pp,
         chunks=p.V if p.pp > 1 else None,

@@ -99,6 +99,11 @@ class Software:
         return self if self.precision == "mxfp8" else replace(self, precision=dtype_name(self.precision))
 
     @property
+    def is_emitted(self) -> bool:
+        """Whether programs are emitted ones: parameters rest as they are updated, and are cast from there."""
+        return self.copy_bytes is None
+
+    @property
     def launch_host_s(self) -> float:
         """Seconds of the host per kernel of a program, as many as a dense layer has in `LAYER_LAUNCHES`."""
         return self.constants.dense_host_s / LAYER_LAUNCHES

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -21,7 +22,7 @@ from autopar.costmodel.estimator.search import SearchResult, search
 from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
 from autopar.costmodel.estimator.step import Estimate, estimate
 from autopar.costmodel.estimator.workload import StepPlan
-from autopar.costmodel.software import Software
+from autopar.costmodel.software import Software, emitted_on
 from autopar.errors import AutoparError, ConstraintError, InputError
 
 _LLAMA3: dict[str, Any] = {"kv_heads": 8, "vocab": 128256, "seq_len": 8192, "gated_mlp": True}
@@ -131,7 +132,9 @@ def parser() -> argparse.ArgumentParser:
         "--precision", help="bf16, fp16, fp32, fp8, mxfp8, fp4 (default: the first of these that all devices have)"
     )
     p.add_argument("--schedule", default="1f1b")
-    p.add_argument("--kernels", default="fused", choices=("fused", "eager"))
+    p.add_argument(
+        "--kernels", default="fused", choices=("fused", "eager", "emitted"), help="emitted: as compiled programs are"
+    )
     p.add_argument("--offload", default="none", choices=("none", "activations", "optimizer"))
     p.add_argument("--search", action="store_true", help="find the best plans")
     p.add_argument("--json", action="store_true", help="print JSON")
@@ -144,7 +147,12 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 160)
     try:
         model, cluster = read_model(args), read_cluster(args.cluster, args.nodes)
-        software = Software(args.precision or cluster.half_dtype, args.kernels)
+        asked = args.precision or cluster.half_dtype
+        precision = asked if asked == "mxfp8" else {"fp4": "float4"}.get(asked, asked)
+        is_emitted = args.kernels == "emitted"
+        software = (
+            replace(emitted_on(cluster), precision=precision) if is_emitted else Software(precision, args.kernels)
+        )
         if args.search:
             result = search(model, cluster, batch=args.batch, software=software)
             if args.json:

@@ -46,8 +46,8 @@ from autopar.costmodel.estimator.pipeline_time import (
 from autopar.costmodel.estimator.schedules import ESTIMATED
 from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
 from autopar.costmodel.estimator.space import Space, micro_batches, pipelines, sizes, storages
-from autopar.costmodel.estimator.step import Estimate, adam_s, estimate, parameter_traffic
-from autopar.costmodel.estimator.workload import StepPlan, Workload
+from autopar.costmodel.estimator.step import Estimate, estimate, parameter_traffic, update_s
+from autopar.costmodel.estimator.workload import StepPlan, Workload, not_emitted
 from autopar.costmodel.software import Software
 
 
@@ -126,6 +126,10 @@ class BranchAndBound:
         """A part as the formulas take it; of open decisions the first."""
         return Workload(self.model, self.cluster, self.device, part.plan(), self.software, self.batch)
 
+    def allows(self, part: Part) -> bool:
+        """Whether the software has such plans."""
+        return not (self.software.is_emitted and not_emitted(self.workload(part)))
+
     def read_layers(self, part: Part) -> ReadLayers:
         """The model's layers, remembered by what they depend on."""
         gathered = part.zero3 and part.recompute == "selective"
@@ -152,9 +156,13 @@ class BranchAndBound:
         cuts_by_part: dict[Part, list[tuple[int, int]]] = {}
         for dp, tp, pp, cp, ep in sizes(self.model, self.cluster.size, self.batch, self.space):
             expert_tp = ParallelConfig(dp, tp, pp, cp, ep).expert_tp
+            scattered = ParallelConfig(dp, tp, pp, cp, ep, sequence_parallel=True)
+            ways = (True, False) if tp > 1 and not scattered.undivided(self.model) else (False,)
             for b in micro_batches(self.batch, dp, self.space):
-                for sequence_parallel in (True, False) if tp > 1 else (False,):
+                for sequence_parallel in ways:
                     key = Part(tp, cp, ep, expert_tp, sequence_parallel, b, ())
+                    if not self.allows(key._replace(cuts=((dp, pp),))):
+                        continue
                     cuts_by_part.setdefault(key, []).append((dp, pp))
         for key, cuts in cuts_by_part.items():
             part = key._replace(cuts=tuple(cuts))
@@ -186,6 +194,8 @@ class BranchAndBound:
             for recompute in self.space.recomputes:
                 for zero3 in (False, True) if 3 in self.space.zeros and dp * part.cp > 1 else (False,):
                     child = part._replace(cuts=((dp, pp),), cut=True, recompute=recompute, zero3=zero3)
+                    if not self.allows(child):
+                        continue
                     self.opened += 1
                     whole, one = self.layers_s(child)
                     slowest = max(whole / pp, -(-self.model.layers // pp) * one)
@@ -195,12 +205,12 @@ class BranchAndBound:
         """Chooses schedule and chunks: the fullest group's work, and what must pass before and after it."""
         (dp, pp) = part.cuts[0]
         m, layers = self.batch // (dp * part.b), self.model.layers
-        if self.leanest(part, least_layers(layers, pp, self.space.max_chunks)) > self.room:
+        if self.leanest(part, least_layers(self.model, pp, self.space.max_chunks)) > self.room:
             self.short += 1
             return
         whole, one = self.layers_s(part)
         forward = min(kind.F for kind in self.read_layers(part).kinds)
-        for name, vpp in pipelines(layers, pp, m, self.space):
+        for name, vpp in pipelines(self.model, pp, m, self.space):
             self.opened += 1
             chunks = chunk_layers(layers, pp, vpp or 1)
             most = max(map(sum, chunks))
@@ -226,11 +236,13 @@ class BranchAndBound:
         extra_s: list[tuple[float, int, Part]] = []
         for storage in storages(dp * part.cp, self.space.zeros, part.zero3):
             child = part._replace(storage=storage)
+            if not self.allows(child):
+                continue
             w = self.workload(child)
             m = w.microbatches
             window = overlap_window(len(chunks[0]), len(chunks), m)
             exposed = exposed_parameters_s(parameter_traffic(w, chunks), timed.busy, m, window, self.software)
-            extra_s.append((exposed + adam_s(w, chunks), len(extra_s), child))
+            extra_s.append((exposed + update_s(w, chunks), len(extra_s), child))
         self.opened += len(extra_s)
         for extra, _, child in sorted(extra_s, key=lambda way: way[:2]):
             held = fullest_stage(self.workload(child), chunks).reserved
@@ -258,9 +270,10 @@ class BranchAndBound:
 
 
 @lru_cache(maxsize=4096)
-def least_layers(layers: int, pp: int, chunks: int) -> int:
+def least_layers(model: TransformerShape, pp: int, chunks: int) -> int:
     """Fewest layers that the first of pp groups can have, whatever the number of chunks."""
-    return min(sum(chunk_layers(layers, pp, V)[0]) for V in range(1, max(1, min(chunks, (layers + 2) // pp)) + 1))
+    most = max(1, min(chunks, model.most_stages // pp))
+    return min(sum(chunk_layers(model.layers, pp, V)[0]) for V in range(1, most + 1))
 
 
 def span_bound_s(name: str, p: int, m: int, V: int, times: dict[tuple[int, str], float], comm_s: float) -> float:

@@ -68,9 +68,7 @@ class Answers:
 
 def row_space(plan: ParallelConfig, schedule: str, plain: bool = False) -> Space:
     """The space for a row: ZeRO-2 only where the row uses it; `plain`: schedules of every framework, and the row's own."""
-    space = Space()
-    if plan.zero == 2:
-        space = replace(space, zeros=(1, 2, 0, 3))
+    space = Space(zeros=(1, 2, 0, 3) if plan.zero == 2 else (1, 0, 3))
     if plain:
         name = schedule_name(schedule, plan.vpp)
         own = same_form(name)

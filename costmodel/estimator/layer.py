@@ -77,7 +77,9 @@ def layer_bill(w: Workload, moe: bool) -> CallBill:
     elif w.plan.recompute == "mlp":
         backward += Work(mlp_F) + times(passes, 0.5)
     elif w.plan.recompute == "selective":
-        if w.model.attention == "materialised":
+        if w.software.is_emitted:
+            backward += Work(core_F) + passes
+        elif w.model.attention == "materialised":
             backward += Work(core_F)
         elif w.parallel.zero == 3:
             backward += Work(0.5 * products_F) + passes
@@ -125,6 +127,11 @@ def product(
         cost.B += 4 * m * n * per_byte
 
 
+def side_by_side(w: Workload, *widths: float) -> tuple[float, ...]:
+    """The widths of products of one input: a plain model makes each by itself, a framework all at once."""
+    return widths if w.software.is_emitted else (sum(widths),)
+
+
 def attention_matmuls(w: Workload, cost: Seconds) -> None:
     """The projections around attention."""
     m, t, T = w.model, w.parallel.tp, w.tokens
@@ -134,7 +141,8 @@ def attention_matmuls(w: Workload, cost: Seconds) -> None:
         product(w, cost, (T, m.q_width / t, q_rank))
         product(w, cost, (T, m.heads * (nope + v) / t, kv_rank))
     else:
-        product(w, cost, (T, (m.q_width + 2 * m.kv_width) / t, m.hidden))
+        for width in side_by_side(w, m.q_width, m.kv_width, m.kv_width):
+            product(w, cost, (T, width / t, m.hidden))
     product(w, cost, (T, m.hidden, m.v_width / t))
 
 
@@ -161,8 +169,8 @@ def attention_core(w: Workload) -> tuple[float, float]:
 
 def dense_mlp(w: Workload, cost: Seconds, width: float, tokens: float) -> None:
     """Up (and gate) and down."""
-    up = 2 if w.model.gated_mlp else 1
-    product(w, cost, (tokens, up * width / w.parallel.tp, w.model.hidden))
+    for wide in side_by_side(w, *[width] * (1 + w.model.gated_mlp)):
+        product(w, cost, (tokens, wide / w.parallel.tp, w.model.hidden))
     product(w, cost, (tokens, w.model.hidden, width / w.parallel.tp))
 
 
@@ -175,7 +183,9 @@ def moe_mlp(w: Workload, cost: Seconds) -> None:
     up = 2 if m.gated_mlp else 1
     wide = m.expert_ffn / p.expert_tp
     share = w.software.constants.grouped_share
+    before_F = cost.F
     product(w, cost, (each, up * wide, m.hidden), copies=local, share=share)
+    cost.B += 0.0 if w.software.keeps_rows else cost.F - before_F
     product(w, cost, (each, m.hidden, wide), copies=local, share=share)
     product(w, cost, (w.tokens / w.sequence_split, m.experts, m.hidden), precision=w.wide)
     if m.shared_experts:
@@ -193,8 +203,18 @@ def memory_passes(w: Workload, moe: bool) -> Work:
     width = (m.topk + m.shared_experts) * m.expert_ffn if moe else m.ffn
     per_token = 20 * m.hidden / w.sequence_split + (4 * (m.q_width + m.kv_width) + 2 * (up + 1) * width) / p.tp
     least_s = w.tokens * per_token * w.width / 2 / w.memory_Bps
+    apart_s = w.tokens * bytes_op_by_op(w, width) / w.memory_Bps if w.software.is_emitted else c.eager_passes * least_s
     moved = c.permute_passes * w.width * w.tokens * m.topk * m.hidden / p.tp if moe else 0.0
-    return Work(moved / w.memory_Bps, least_s, c.eager_passes * least_s)
+    return Work(moved / w.memory_Bps, least_s, apart_s)
+
+
+def bytes_op_by_op(w: Workload, width: float) -> float:
+    """Bytes per token that forward passes of an emitted program move: norms in 32 bits between casts, two residual additions, of
+    queries and keys two products, two halves put together, one negated and a sum, and the activation, times what it gates."""
+    m, p = w.model, w.parallel
+    norms = 2 * m.hidden * (8 + (2 * (w.width + 4) if w.width < 4 else 0)) / w.sequence_split
+    turned = 11 * (m.q_width + m.kv_width) / p.tp if m.gated_mlp else 0.0
+    return norms + w.width * (6 * m.hidden / w.sequence_split + turned + (5 if m.gated_mlp else 2) * width / p.tp)
 
 
 Messages = dict[Purpose, float]
@@ -211,7 +231,8 @@ def communication(w: Workload, moe: bool) -> tuple[Messages, Messages]:
         if p.sequence_parallel:
             one = strided_time_s(cluster, "all_gather", activations, 1, p.tp)
             tp = Purpose("tp", "tp_exposed")
-            forward[tp], backward[tp] = 2 * blocks * one, 3 * blocks * one
+            again = not w.software.is_emitted  # frameworks gather rows of a sequence again for the gradients of weights
+            forward[tp], backward[tp] = 2 * blocks * one, (2 + again) * blocks * one
         else:
             one = strided_time_s(cluster, "all_reduce", activations, 1, p.tp)
             forward[Purpose("tp")] = backward[Purpose("tp")] = blocks * one
@@ -223,7 +244,7 @@ def communication(w: Workload, moe: bool) -> tuple[Messages, Messages]:
         stride = p.tp if p.expert_tp > 1 or p.tp == 1 else 1
         shape = strided_shape(cluster.levels, stride, p.ep)
         one = dispatch_time_s(shape, w.width * (w.tokens / p.tp) * m.hidden, m.topk, p.ep)
-        forward[EP], backward[EP] = 2 * one, 2 * one
+        forward[EP], backward[EP] = 2 * one, (2 if w.software.keeps_rows else 3) * one
     return forward, backward
 
 

@@ -57,7 +57,9 @@ def layer_activation_bytes(w: Workload, recompute: str) -> float:
     """
     model, p, T = w.model, w.parallel, w.tokens
     if recompute == "full":
-        return 2 * T * model.hidden / w.sequence_split
+        return (2 if w.full_precision else 1) * 2 * T * model.hidden / w.sequence_split
+    if w.software.is_emitted:
+        return kept_by_ops(w, recompute == "selective")
     wide = 1.0 if w.precision in LOW_PRECISIONS else 2.0
     mask = 0.0 if model.gated_mlp or model.attention == "flash" else 2.0
     per_token = model.hidden * (4 + 2 * wide + mask) / w.sequence_split
@@ -76,6 +78,58 @@ def layer_activation_bytes(w: Workload, recompute: str) -> float:
     return (2 if w.full_precision else 1) * (T * per_token + scores)
 
 
+def kept_by_ops(w: Workload, again: bool) -> float:
+    """The same in emitted programs, one microbatch: every op keeps what its gradient reads, and experts keep no rows.
+
+    Norms leave all rows of a sequence that products gather. again: attention and what is pointwise is made again, of which what
+    products made is kept, of queries and keys also before they are turned.
+    """
+    model, p = w.model, w.parallel
+    halves = 1 + model.gated_mlp
+    turned = model.q_width + model.kv_width if model.gated_mlp else 0
+    per_token = 2 * model.hidden / w.sequence_split + (0.0 if again else 2 * model.hidden)
+    per_token += (model.q_width + 2 * model.kv_width + (turned if again else model.v_width)) / p.tp
+    width = model.shared_experts * model.expert_ffn if model.experts else model.ffn
+    per_token += halves * (1 if again else 2) * width / p.tp
+    if model.attention == "materialised" and not again:
+        per_token += 2 * model.heads / p.tp * model.seq_len
+    return w.width * w.tokens * per_token
+
+
+def most_for_a_moment(w: Workload, tables: int, has_head: bool) -> float:
+    """Bytes that an emitted program needs beside what it keeps, in the layer, look-up or head that needs most: gradients of what
+    it computes with, and those of its weights, in low precision and in full, while there is a sum to add them to.
+
+    tables: in the stage, of which ZeRO-2 and 3 have whole gradients under way: in a layer one, else those of the microbatch
+    before too.
+    """
+    model, p = w.model, w.parallel
+    added = 2 * w.width if w.microbatches > 1 else 0.0
+    rows = w.width * w.tokens
+    halves = 1 + model.gated_mlp
+    if model.experts:
+        inside = 2 * model.hidden + (3 * halves + 1) * model.expert_ffn / p.expert_tp
+        layer = rows * model.topk * inside + added * stage_params(w, 1, 0)[1]
+    else:
+        layer = rows * (model.hidden + (1 + halves) * model.ffn / p.tp) + added * model.hidden * model.ffn / p.tp
+    table = added * model.embedding_params / p.tp
+    head = rows * (2 * model.hidden / w.sequence_split + model.vocab / p.tp) + table
+    sent = 4 * model.embedding_params / p.tp if p.zero >= 2 and p.data_ranks > 1 else 0.0
+    all_sent = sent * (tables if w.microbatches > 1 else min(tables, 1))
+    once = layer + made_again(w) + (sent if tables else 0.0)
+    return max(once, all_sent + (table if tables else 0.0), all_sent + head if has_head else 0.0)
+
+
+def made_again(w: Workload) -> float:
+    """Bytes of one layer that are there while it runs: recomputed activations, and gathered parameters."""
+    model, p = w.model, w.parallel
+    nbytes = layer_activation_bytes(w, "none") if w.plan.recompute == "full" else 0.0
+    if p.zero == 3:
+        gathered = model.layer_params(True, 1 / p.ep) if model.experts else model.layer_params(False)
+        nbytes += 2 * 2 * gathered / p.tp
+    return nbytes
+
+
 def stage_params(w: Workload, layers: int, embeddings: int) -> tuple[float, float]:
     """Parameters on one rank of a stage, before ZeRO: (all but experts, experts). embeddings: tables in the stage."""
     model, p = w.model, w.parallel
@@ -92,20 +146,20 @@ def stage_memory(w: Workload, stage: int, layers: int) -> Memory:
     weights, gradients, optimizer = state_bytes(w, *stage_params(w, layers, embeddings))
     held = microbatches_held(w.plan.schedule, stage, p.pp, w.microbatches, p.V)
     activations = held * layers * layer_activation_bytes(w, w.plan.recompute)
-    temporary = 4 * T * model.hidden / w.sequence_split
-    if w.plan.recompute == "full":
-        temporary += layer_activation_bytes(w, "none")
-    if stage == 0 and not model.gated_mlp:
-        activations += held * T * model.hidden / w.sequence_split
     if stage == p.pp - 1:
-        logits = T * model.vocab / p.tp
         activations += 2 * T * model.hidden / w.sequence_split
-        temporary += 6 * logits
-    if p.zero == 3:
-        gathered = model.layer_params(True, 1 / p.ep) if model.experts else model.layer_params(False)
-        temporary += 2 * 2 * gathered / p.tp
+    if w.software.is_emitted:
+        temporary = most_for_a_moment(w, embeddings, stage == p.pp - 1)
+        if w.microbatches == 1:
+            gradients = max(0.0, gradients - activations - temporary)
+    else:
+        temporary = 4 * T * model.hidden / w.sequence_split + made_again(w)
+        temporary += 6 * T * model.vocab / p.tp if stage == p.pp - 1 else 0.0
+        if stage == 0 and not model.gated_mlp:
+            activations += held * T * model.hidden / w.sequence_split
     buffers = w.software.buffer_bytes + (4 * T * model.hidden if p.tp > 1 else 0.0)
-    process = sum(process_bytes(w.cluster, {"dp": p.dp, "cp": p.cp, "tp": p.tp}, w.device, p.ep).values())
+    axes = p.axes if w.software.is_emitted else {"dp": p.dp, "cp": p.cp, "tp": p.tp}
+    process = sum(process_bytes(w.cluster, axes, w.device, p.ep).values())
     return Memory(weights, gradients, optimizer, activations, temporary, buffers, process, fragmentation(w.device))
 
 
@@ -115,11 +169,12 @@ def state_bytes(w: Workload, shared: float, experts: float) -> tuple[float, floa
     data_ranks = p.shard_group or p.data_ranks
     weights = gradients = optimizer = 0.0
     moments = 2 * software.moment_bytes
-    master = 4.0 if w.full_precision or (w.eager and p.zero >= 2) else 2.0
+    in_full = w.full_precision or software.is_emitted
+    master = 4.0 if in_full or (w.eager and p.zero >= 2) else 2.0
     for params, ranks in ((shared, data_ranks), (experts, min(p.expert_data_ranks, data_ranks))):
         weights += master * params / (ranks if p.zero == 3 else 1)
         gradients += software.grad_bytes * params / (ranks if p.zero >= 2 and not software.late_reduction else 1)
-        optimizer += (moments if w.full_precision else 6 + moments - master) * params / (ranks if p.zero >= 1 else 1)
+        optimizer += (moments if in_full else 6 + moments - master) * params / (ranks if p.zero >= 1 else 1)
     return weights, gradients, optimizer
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from autopar.errors import ConstraintError, InputError
 
@@ -81,6 +81,11 @@ class TransformerShape:
     def expert_ffn(self) -> int:
         """Width of one expert."""
         return self.moe_ffn or self.ffn
+
+    @property
+    def most_stages(self) -> int:
+        """Into how many stages the model can be cut: table, layers, last norm and head."""
+        return self.layers + 3
 
     @property
     def moe_layers(self) -> int:
@@ -180,6 +185,15 @@ class TransformerShape:
         )
 
 
+class Cut(NamedTuple):
+    """A dim of so many units over ranks of axes: a unit is what may not be torn."""
+
+    what: str
+    units: int
+    axes: str
+    ranks: int
+
+
 @dataclass(frozen=True)
 class ParallelConfig:
     """How many ways each kind of parallelism cuts. zero: 0 none, 1 optimizer, 2 +gradients, 3 +parameters.
@@ -203,6 +217,11 @@ class ParallelConfig:
         return prod((self.dp, self.tp, self.pp, self.cp))
 
     @property
+    def axes(self) -> dict[str, int]:
+        """The axes of a stage's mesh in emitted programs, major first: experts are apart over a part of dp."""
+        return {"dp": self.dp // self.ep, "ep": self.ep, "cp": self.cp, "tp": self.tp}
+
+    @property
     def V(self) -> int:
         """Chunks per stage."""
         return self.vpp or 1
@@ -222,6 +241,26 @@ class ParallelConfig:
         """Tensor parallelism inside an expert: tp while the expert groups fit beside it, else none."""
         return self.tp if self.ep <= self.dp * self.cp else 1
 
+    def cuts(self, model: TransformerShape) -> Iterator[Cut]:
+        """The dims that the plan cuts into equal parts: this alone says which sizes of a model must divide."""
+        if self.tp > 1:
+            yield Cut("heads", model.heads, "tp", self.tp)
+            yield Cut("heads of keys", model.heads if model.mla else model.kv_heads or model.heads, "tp", self.tp)
+            yield Cut("entries of the vocabulary", model.vocab, "tp", self.tp)
+            if model.moe_layers < model.layers:
+                yield Cut("features of an MLP", model.ffn, "tp", self.tp)
+        if model.experts:
+            yield Cut("experts", model.experts, "ep", self.ep)
+            if self.ep > 1 or model.experts % self.tp:  # else whole experts are apart over tp
+                yield Cut("features of an expert", model.expert_ffn, "tp", self.expert_tp)
+        split = {"cp": self.cp, "tp": self.tp if self.sequence_parallel else 1}
+        names = [name for name, size in split.items() if size > 1]
+        yield Cut("positions", model.seq_len, "*".join(names), prod(split.values()))
+
+    def undivided(self, model: TransformerShape) -> list[Cut]:
+        """The cuts that do not divide."""
+        return [cut for cut in self.cuts(model) if cut.units % cut.ranks]
+
     def check(self, model: TransformerShape, ranks: int, batch: int, micro_batch: int) -> None:
         """Raises ConstraintError, naming the sizes and a fix, when the plan does not fit model or cluster."""
         for name in ("dp", "tp", "pp", "cp", "ep"):
@@ -232,21 +271,17 @@ class ParallelConfig:
                 f"dp={self.dp} x tp={self.tp} x pp={self.pp} x cp={self.cp} = {self.ranks} ranks, but the cluster has "
                 f"{ranks}; with tp, pp, cp as they are dp would be {ranks / (self.tp * self.pp * self.cp):g}"
             )
-        if model.heads % self.tp:
-            fits = [t for t in range(1, self.tp + 1) if model.heads % t == 0]
-            raise ConstraintError(
-                f"{model.heads} heads cannot be split over tp={self.tp}; the next smaller that fits: {fits[-1]}"
-            )
-        if self.pp * self.V > model.layers + 2:
+        if self.pp * self.V > model.most_stages:
             raise ConstraintError(
                 f"{model.layers} layers cannot fill pp={self.pp} x vpp={self.V} = {self.pp * self.V} chunks; "
                 "lower pp or vpp"
             )
         if self.ep > 1 and not model.experts:
             raise ConstraintError(f"ep={self.ep}, but the model has no experts; use ep=1")
-        if model.experts and model.experts % self.ep:
+        for cut in self.undivided(model):
+            fits = max(n for n in range(1, min(cut.ranks, cut.units) + 1) if cut.units % n == 0)
             raise ConstraintError(
-                f"{model.experts} experts cannot be split over ep={self.ep}; use a divisor of {model.experts}"
+                f"{cut.units} {cut.what} cannot be split over {cut.axes}={cut.ranks}; the next smaller that fits: {fits}"
             )
         if self.ep > 1 and (self.dp * self.cp * self.tp) % self.ep:
             raise ConstraintError(f"ep={self.ep} must divide dp*cp*tp={self.dp * self.cp * self.tp}")

@@ -1,9 +1,7 @@
 """The plans that a search may choose from: every size, split, schedule, recompute and ZeRO level that published runs use.
 
-Sizes multiply to the ranks and divide what they cut (heads, experts, batch, sequence); layers may be split unevenly.
-Two rules keep the search to where the cost model knows what it says: ZeRO-2 is offered only when asked for (it is priced
-as one reduction a step, which several microbatches would have to repeat), and zero-bubble schedules only with as many
-microbatches as their closed forms were checked for.
+Sizes multiply to the ranks and divide what they cut (`ParallelConfig.cuts`, and the batch); layers may be split unevenly.
+Zero-bubble schedules are offered only with as many microbatches as their closed forms were checked for.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from autopar.costmodel.estimator.schedules import ESTIMATED
-from autopar.costmodel.estimator.shape import TransformerShape
+from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,7 @@ class Space:
 
     schedules: tuple[str, ...] = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-2p", "zb-v")
     recomputes: tuple[str, ...] = ("none", "selective", "mlp", "full")
-    zeros: tuple[int, ...] = (1, 0, 3)
+    zeros: tuple[int, ...] = (1, 2, 0, 3)
     micro_batches: tuple[int, ...] | None = None
     max_chunks: int = 32
     max_tp: int = 64
@@ -42,15 +40,15 @@ def divisors(n: int) -> tuple[int, ...]:
 
 
 def sizes(model: TransformerShape, ranks: int, batch: int, space: Space) -> Iterator[tuple[int, int, int, int, int]]:
-    """(dp, tp, pp, cp, ep) that multiply to the ranks and divide heads, sequence, batch and experts."""
-    for tp in (t for t in divisors(ranks) if t <= space.max_tp and model.heads % t == 0):
-        for pp in (p for p in divisors(ranks // tp) if p <= model.layers + 2):
-            for cp in (c for c in divisors(ranks // (tp * pp)) if c <= space.max_cp and model.seq_len % c == 0):
+    """(dp, tp, pp, cp, ep) that multiply to the ranks and divide model and batch."""
+    for tp in (t for t in divisors(ranks) if t <= space.max_tp):
+        for pp in (p for p in divisors(ranks // tp) if p <= model.most_stages):
+            for cp in (c for c in divisors(ranks // (tp * pp)) if c <= space.max_cp):
                 dp = ranks // (tp * pp * cp)
                 if batch % dp or cp & (cp - 1):
                     continue
                 for ep in divisors(model.experts) if model.experts else (1,):
-                    if (dp * cp * tp) % ep == 0:
+                    if (dp * cp * tp) % ep == 0 and not ParallelConfig(dp, tp, pp, cp, ep).undivided(model):
                         yield dp, tp, pp, cp, ep
 
 
@@ -59,7 +57,7 @@ def micro_batches(batch: int, dp: int, space: Space) -> tuple[int, ...]:
     return tuple(b for b in divisors(batch // dp) if space.micro_batches is None or b in space.micro_batches)
 
 
-def pipelines(layers: int, pp: int, m: int, space: Space) -> Iterator[tuple[str, int | None]]:
+def pipelines(model: TransformerShape, pp: int, m: int, space: Space) -> Iterator[tuple[str, int | None]]:
     """(schedule, vpp) that a pipeline of pp groups can run with m microbatches."""
     if pp == 1:
         yield "1f1b", None
@@ -68,8 +66,8 @@ def pipelines(layers: int, pp: int, m: int, space: Space) -> Iterator[tuple[str,
         row = ESTIMATED[name]
         if row.chunks is None:
             if m % pp == 0:
-                yield from ((name, v) for v in range(2, min(space.max_chunks, (layers + 2) // pp) + 1))
-        elif m >= row.least(pp) and (row.chunks == 1 or row.chunks * pp <= layers + 2):
+                yield from ((name, v) for v in range(2, min(space.max_chunks, model.most_stages // pp) + 1))
+        elif m >= row.least(pp) and (row.chunks == 1 or row.chunks * pp <= model.most_stages):
             yield name, None if row.chunks == 1 else row.chunks
 
 

@@ -29,9 +29,10 @@ from autopar.costmodel.estimator.pipeline_time import (
 )
 from autopar.costmodel.estimator.schedules import microbatches_held, schedule_name
 from autopar.costmodel.estimator.shape import TransformerShape
-from autopar.costmodel.estimator.workload import StepPlan, Workload
+from autopar.costmodel.estimator.workload import StepPlan, Workload, not_emitted
 from autopar.costmodel.simulate import Durations
 from autopar.costmodel.software import Software
+from autopar.errors import ConstraintError
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,8 @@ def estimate_workload(w: Workload, check: bool = True) -> Estimate:
     peak_flops = w.peak_flops()
     if check:
         plan.parallel.check(model, cluster.size, w.batch, plan.micro_batch)
+        if w.software.is_emitted and (reason := not_emitted(w)):
+            raise ConstraintError(reason)
     plan.check()
     w = w.at(replace(plan, schedule=schedule_name(plan.schedule, plan.parallel.vpp)))
     p, m = w.parallel, w.microbatches
@@ -102,7 +105,7 @@ def estimate_workload(w: Workload, check: bool = True) -> Estimate:
         memory_bytes=memory.to_dict(),
         comm=communication_by_kind(w, bills, once.parameters.total_s(m), read, m * max(map(sum, layers))),
         bubble_fraction=max(0.0, 1 - m * work / read.span_s),
-        fits=memory.reserved <= w.device.memory_bytes,
+        fits=memory.reserved <= min(device.memory_bytes for _, device in cluster.devices),
         breakdown={
             "compute": m * work - layer_exposed,
             "exposed_layer_comm": layer_exposed,
@@ -120,7 +123,7 @@ def workload_bill(w: Workload, layers: Layers, bills: LayerBills) -> Bill:
     p, m = w.parallel, w.microbatches
     stages = stage_bills(w.model, layers, bills)
     full = fullest(layers)
-    stages[full] = replace(stages[full], parameters=parameter_traffic(w, layers), optimizer_s=adam_s(w, layers))
+    stages[full] = replace(stages[full], parameters=parameter_traffic(w, layers), optimizer_s=update_s(w, layers))
 
     def pipeline(seconds: Durations) -> float:
         return pipeline_s(w.plan.schedule, p.pp, m, p.V, seconds, send_s(w))
@@ -173,11 +176,14 @@ def _fullest_params(w: Workload, layers: Layers) -> tuple[float, float]:
 def parameter_traffic(w: Workload, layers: Layers) -> ParameterTraffic:
     """Gradient reduction and parameter gathering of the fullest stage.
 
-    ZeRO-3 gathers parameters in every forward and backward and reduces gradients in every backward; ZeRO-0..2 communicate
-    once a step.
+    ZeRO-3 gathers parameters in every forward and backward, ZeRO-2 and 3 reduce gradients in every backward; the rest is once a
+    step.
     """
-    p, cluster = w.parallel, w.cluster
-    grad_bytes, copy_bytes = w.software.reduce_bytes or 4.0, w.software.copy_bytes or 4.0
+    p, software = w.parallel, w.software
+    grad_bytes = software.reduce_bytes or 4.0
+    copy_bytes = software.copy_bytes or (
+        w.width if p.zero == 3 else 4.0
+    )  # parameters are cast before they are gathered
     if p.data_ranks == 1:
         return ParameterTraffic()
     shared, experts = _fullest_params(w, layers)
@@ -185,23 +191,47 @@ def parameter_traffic(w: Workload, layers: Layers) -> ParameterTraffic:
     for params, count, stride in ((shared, p.data_ranks, p.tp), (experts, p.expert_data_ranks, p.ep * p.expert_tp)):
         if p.zero >= 1:
             group = min(count, p.shard_group or count)
-            gather += strided_time_s(cluster, "all_gather", copy_bytes * params, stride, group)
-            reduce += strided_time_s(cluster, "reduce_scatter", grad_bytes * params, stride, group)
+            gather += messages_s(w, "all_gather", copy_bytes * params, params, stride, group)
+            reduce += messages_s(w, "reduce_scatter", grad_bytes * params, params, stride, group)
             if group < count:
-                reduce += strided_time_s(
-                    cluster, "all_reduce", grad_bytes * params / group, stride * group, count // group
+                reduce += messages_s(
+                    w, "all_reduce", grad_bytes * params / group, params, stride * group, count // group
                 )
         else:
-            reduce += strided_time_s(cluster, "all_reduce", grad_bytes * params, stride, count)
+            reduce += messages_s(w, "all_reduce", grad_bytes * params, params, stride, count)
     if p.zero == 3:
         return ParameterTraffic(gather, gather + reduce)
+    if p.zero == 2 and not w.software.late_reduction:
+        return ParameterTraffic(each_reduce_s=reduce, gather_s=gather)
     return ParameterTraffic(reduce_s=reduce, gather_s=gather)
 
 
-def adam_s(w: Workload, layers: Layers) -> float:
-    """Adam reads and writes about 34 bytes per parameter it owns."""
+def messages_s(w: Workload, kind: str, nbytes: float, params: float, stride: int, ranks: int) -> float:
+    """Seconds of messages of so many bytes for so many parameters: emitted programs send them in buckets, larger weights alone (a
+    layer has about seven), frameworks as if at once."""
+    messages = 1.0
+    if w.software.is_emitted and params:
+        weight = w.model.layer_params(False) / 7 / w.parallel.tp
+        messages = max(1.0, nbytes / max(w.software.bucket_bytes, weight * nbytes / params))
+    return messages * strided_time_s(w.cluster, kind, nbytes / messages, stride, ranks)
+
+
+def update_s(w: Workload, layers: Layers) -> float:
+    """Seconds of Adam, which reads and writes about 34 bytes per parameter it owns, and of passes that add up gradients."""
     p = w.parallel
-    shared, experts = _fullest_params(w, layers)
+    bytes_moved = 0.0
     ranks = p.shard_group or p.data_ranks
-    owned = shared / (ranks if p.zero else 1) + experts / (min(ranks, p.expert_data_ranks) if p.zero else 1)
-    return 34 * owned / w.memory_Bps
+    for params, shards in zip(_fullest_params(w, layers), (ranks, min(ranks, p.expert_data_ranks)), strict=True):
+        owned = params / (shards if p.zero else 1)
+        bytes_moved += 34 * owned + added_bytes(w, params, owned)
+    return bytes_moved / w.memory_Bps
+
+
+def added_bytes(w: Workload, params: float, owned: float) -> float:
+    """Bytes that passes move in a step to add up so many gradients in 32 bits: the first is cast, further ones are read beside
+    the sum that they are added to; sums of ZeRO-2 and 3 are of shards."""
+    if not w.software.gradient_passes:
+        return 0.0
+    first = w.microbatches if w.parallel.zero >= 2 else 1
+    cast = first * (4 + w.width) * params if w.width < 4 else 0.0
+    return cast + (w.microbatches - first) * (8 + w.width) * params + (first - 1) * 12 * owned

@@ -16,6 +16,7 @@ from autopar.errors import ConstraintError
 
 FULL_PRECISIONS = ("float32", "tfloat32", "float64")
 LOW_PRECISIONS = ("float8", "mxfp8", "float4")
+EMITTED_PRECISIONS = ("bfloat16", "float16", "float32")
 RECOMPUTES = ("none", "selective", "mlp", "full")
 OFFLOADS = ("none", "activations", "optimizer")
 
@@ -80,7 +81,7 @@ class Workload:
     @property
     def eager(self) -> bool:
         """Whether every operation is a kernel of its own."""
-        return self.software.kernels == "eager"
+        return self.software.kernels != "fused"
 
     @property
     def full_precision(self) -> bool:
@@ -122,3 +123,16 @@ class Workload:
     def peak_flops(self) -> float:
         """The device's peak for the products, FLOP/s. Raises ClusterError when the device lacks the precision."""
         return self.device.peak("float8" if self.precision == "mxfp8" else self.precision)
+
+
+def not_emitted(w: Workload) -> str:
+    """Why no program is emitted for a plan in this precision; empty where one may be."""
+    p = w.parallel
+    reasons = {
+        f"{w.precision}: Options.precision is bf16 or fp16": w.precision not in EMITTED_PRECISIONS,
+        f"experts apart over ep={p.ep} of dp={p.dp}: rows travel along one axis, which is a part of dp": p.dp % p.ep
+        > 0,
+        "ZeRO over a part of the ranks that take the batch": p.shard_group not in (None, p.dp),
+        f"recompute {w.plan.recompute!r}: Options.recompute is none, selective or full": w.plan.recompute == "mlp",
+    }
+    return "; ".join(reason for reason, holds in reasons.items() if holds)

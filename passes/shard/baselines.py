@@ -30,8 +30,15 @@ from autopar.options import MEGATRON
 from autopar.passes.batch.dims import batch_dims, batch_factors
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.shard.graph import Key
-from autopar.passes.shard.megatron import AxisChoices, OpKey, context_parallel, expert_parallel, tensor_parallel
-from autopar.passes.shard.meshes import CONTEXT, EXPERTS
+from autopar.passes.shard.megatron import (
+    AxisChoices,
+    OpKey,
+    context_parallel,
+    expert_parallel,
+    of_one_row,
+    tensor_parallel,
+)
+from autopar.passes.shard.meshes import CONTEXT, EXPERTS, rows_of
 
 
 class Baseline:
@@ -46,6 +53,8 @@ class Baseline:
         except CoupledError as error:
             raise InfeasibleError(f"strategy {strategy!r} follows the batch through the program: {error}") from error
         batch = batch_factors(program, rules, dims)
+        if rows_of(program) == 1:
+            dims = of_one_row(program, rules)
         self.tensor: AxisChoices | None = None
         self.context: Mapping[OpKey, frozenset[str]] = {}
         self.experts = AxisChoices({}, frozenset())

@@ -117,6 +117,44 @@ def context_parallel(
     return choices
 
 
+def of_one_row(program: Program, rules: RuleBook) -> dict[str, Dims]:
+    """The values that hold a batch of one row, which merges with other dims without a trace (`batch_dims`): all that is made of
+    inputs with a batch, in no dim that is told, but for gradients of weights."""
+    held: dict[str, set[str]] = {name: set() for name in program.templates}
+    outputs: set[tuple[int, int]] = set()
+    weights = {name: _weight_gradients(template, rules) for name, template in program.templates.items()}
+    before = -1
+    while before != (before := sum(map(len, held.values()))):
+        for i, call in enumerate(program.calls):
+            template, known = program.templates[call.template], held[call.template]
+            for ref, value in zip(call.inputs, template.inputs, strict=True):
+                given = ref.kind == "input" and program.batch_dims[ref.index] is not None
+                if given or (ref.kind == "call" and (ref.index, ref.output) in outputs):
+                    known.add(value)
+            known |= {t for t, value in zip(template.tangents, template.outputs, strict=True) if t and value in known}
+            for node in template.ops:
+                if not known.isdisjoint(operand_values(node)):
+                    known |= {*result_values(node).values()} - weights[call.template]
+            outputs |= {(i, o) for o, value in enumerate(template.outputs) if value in known}
+    return {name: {value: {} for value in known} for name, known in held.items()}
+
+
+def _weight_gradients(template: Template, rules: RuleBook) -> set[str]:
+    """Gradients of weights: what an op adds up over rows (a product, the gradient of a look-up), cast, transposed or viewed."""
+    wanted = {grad for grad in template.param_grads if grad is not None}
+    made: set[str] = set()
+    for node in reversed(template.ops):
+        results = {*result_values(node).values()}
+        if not wanted.isdisjoint(results) and len(operand_values(node)) == 1:
+            wanted |= {*operand_values(node)}
+    for node in template.ops:
+        results = {*result_values(node).values()} & wanted
+        moved = len(operand_values(node)) == 1 and made.issuperset(operand_values(node))
+        if moved or (len(operand_values(node)) > 1 and rules.rule(template.op_calls[node.name]).contracted):
+            made |= results
+    return made
+
+
 def _slots(template: Template, node: fx.Node, origins: Mapping[str, frozenset[int]]) -> set[Slot]:
     """The parameters that an op reads."""
     return {(template.name, slot) for v in operand_values(node) for slot in origins.get(v, ())}

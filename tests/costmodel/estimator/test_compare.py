@@ -61,7 +61,7 @@ def contains(space: Space, w: Workload) -> bool:
         chosen_sizes in sizes(w.model, w.cluster.size, w.batch, space)
         and b in micro_batches(w.batch, parallel.dp, space)
         and w.plan.recompute in space.recomputes
-        and (name, vpp) in pipelines(w.model.layers, parallel.pp, w.batch // (parallel.dp * b), space)
+        and (name, vpp) in pipelines(w.model, parallel.pp, w.batch // (parallel.dp * b), space)
         and (data == 1 or (parallel.zero, group) in storages(data, space.zeros, parallel.zero == 3))
     )
 
@@ -134,7 +134,7 @@ def everything(model: TransformerShape, ranks: int, batch: int, space: Space):
             for sequence_parallel in {False, tp > 1}:
                 for recompute in space.recomputes:
                     for zero3 in (False, True):
-                        for schedule, vpp in pipelines(model.layers, pp, batch // (dp * b), space):
+                        for schedule, vpp in pipelines(model, pp, batch // (dp * b), space):
                             for storage in storages(dp * cp, space.zeros, zero3):
                                 expert_tp = tp if ep <= dp * cp else 1
                                 yield Part(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 
 import pytest
@@ -12,8 +13,10 @@ from torch import nn
 
 import autopar
 from autopar import ClusterSpec, Options, ParallelProgram
+from autopar.costmodel.estimator.shape import TransformerShape
 from autopar.runtime.kernels.losses import chunk_rows
 from benchmarks.models import Llama, LlamaShape
+from benchmarks.published_models import Transformer
 from tests.zoo.models import BY_NAME
 from tests.zoo.programs import compiled_zoo
 from tests.zoo.test_zoo import assert_equal_to_one_device
@@ -133,3 +136,32 @@ def test_a_program_without_products_of_weights_says_so() -> None:
     assert all(p.storage.is_replicated or len(p.storage.dims) == 1 for p in program.plan.stages[0].parameters.values())
     assert program.plan.origin.startswith("megatron (whole over tp: ")
     assert_equal_to_one_device(BY_NAME["audio"], program)
+
+
+@pytest.mark.parametrize("axes", [{"dp": 1, "tp": 2}, {"dp": 1, "cp": 2, "tp": 2}], ids=["tp", "cp tp"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        TransformerShape(2, 32, 4, 64, 64, 16, kv_heads=2, gated_mlp=True),
+        TransformerShape(2, 32, 4, 64, 64, 16, tied_embeddings=True, attention="materialised"),
+        TransformerShape(2, 32, 4, 64, 64, 16, gated_mlp=True, experts=4, topk=2),
+    ],
+    ids=["llama", "gpt", "mixture"],
+)
+def test_one_sequence_at_a_time_is_split_as_two_are(shape: TransformerShape, axes: dict[str, int]) -> None:
+    """A batch of one row merges with the sequence without a trace in any rule."""
+    torch.manual_seed(0)
+    model, ids = Transformer(shape), torch.randint(0, shape.vocab, (2, shape.seq_len))
+    two, one = (
+        autopar.compile(
+            model,
+            ClusterSpec.local(math.prod(axes.values())),
+            (ids, ids),
+            optimizer=ADAMW,
+            options=Options(strategy="megatron", mesh=axes, microbatches=m, recompute="none"),
+        )
+        for m in (1, 2)
+    )
+    assert storages(one) == storages(two)
+    assert storages(one)["blocks.0.attention.q.weight"] == "[@tp, .]"
+    assert autopar.verify(one, model, (ids, ids)).ok

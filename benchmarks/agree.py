@@ -1,0 +1,410 @@
+"""The estimator and the compiler side by side: what is feasible, and what it takes.
+
+`python -m benchmarks.agree` asks both about the same cases: a transformer on a cluster under a layout (`CASES`, and with `--file
+published_runs.json` the layouts of published rows). The compiler is forced to the layout, the estimator is asked with the
+software of emitted programs, and three answers are compared:
+
+    allowed    the layout is one that the compiled plan has: whatever it is to cut is cut
+    fits       the peak is within what the cluster's devices have; asked of the compiler in their memory where it is near. Where
+               it is nearer than `BYTES` says the two may differ, and are counted apart ("near_the_limit")
+    seconds, bytes of tensors    the estimator's over the compiler's, within `SECONDS` and `BYTES`
+
+Known differences (`known`) are counted apart. Layouts that nobody can name to the compiler are left out, and counted by why; the
+estimator refuses them of emitted programs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+
+import autopar
+from autopar.cluster import ClusterSpec
+from autopar.cluster.process import tensor_room
+from autopar.costmodel.estimator.rows import row_workload
+from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
+from autopar.costmodel.estimator.step import estimate_workload
+from autopar.costmodel.estimator.workload import StepPlan, Workload
+from autopar.costmodel.software import emitted_on
+from autopar.errors import AutoparError, ConstraintError, InfeasibleError
+from autopar.ir.rule import factors_of
+from autopar.plan import Plan
+from benchmarks.published_compiled import forced_options, inexpressible
+from benchmarks.published_models import Transformer
+from benchmarks.published_rows import read_rows, write_result
+
+SECONDS = (0.7, 1.25)
+"""Estimated over compiled seconds of a step."""
+BYTES = (0.8, 1.2)
+"""Estimated over compiled bytes of tensors at the peak."""
+NEAR = 1.25
+"""A peak within this factor of the memory is asked for again in that memory: the compiler may then choose smaller plans."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer of one of the two. refused: why the layout is not allowed, empty where it is. total_bytes: of tensors at the
+    peak; room_bytes: for them on a device."""
+
+    refused: str
+    fits: bool = False
+    step_s: float = 0.0
+    total_bytes: float = 0.0
+    room_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """A case, and both answers. differ: in what they do."""
+
+    name: str
+    estimated: Answer
+    compiled: Answer
+    differ: tuple[str, ...]
+
+    @property
+    def is_near(self) -> bool:
+        """Whether they differ in what fits as the peak is nearer to the limit than its estimate is meant to be to the peak."""
+        c = self.compiled
+        return self.estimated.fits != c.fits and BYTES[0] * c.total_bytes <= c.room_bytes <= BYTES[1] * c.total_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {**vars(self), "estimated": vars(self.estimated), "compiled": vars(self.compiled)}
+
+
+# --- the cases
+
+LLAMA = TransformerShape(4, 4096, 32, 14336, 128256, 4096, kv_heads=8, gated_mlp=True, name="llama")
+GPT = TransformerShape(6, 1600, 25, 6400, 50304, 1024, name="gpt")
+WIDE_GPT = replace(GPT, layers=4, hidden=4096, heads=32, ffn=16384, tied_embeddings=True, name="wide gpt")
+OLD_GPT = replace(WIDE_GPT, attention="materialised", name="old gpt")
+MIXTURE = replace(LLAMA, hidden=2048, heads=16, ffn=4096, vocab=32000, experts=8, topk=2, name="mixture")
+DEEPSEEK = replace(
+    MIXTURE, heads=16, kv_heads=16, ffn=8192, moe_ffn=1408, experts=16, topk=4, shared_experts=2, first_dense_layers=1,
+    mla=(512, 256, 96, 32, 128), name="deepseek",
+)  # fmt: skip
+DEEP = replace(LLAMA, layers=32, vocab=32000, name="deep llama")
+SHAPES = (LLAMA, GPT, WIDE_GPT, OLD_GPT, MIXTURE, DEEPSEEK, DEEP)
+
+
+def case(
+    model: TransformerShape,
+    cluster: ClusterSpec | int,
+    microbatches: float = 1,
+    micro_batch: int = 1,
+    recompute: str = "none",
+    schedule: str = "1f1b",
+    precision: str = "bf16",
+    **sizes: Any,
+) -> Workload:
+    """A layout of a model on a cluster, or on so many H100, with the software of emitted programs. sizes: of `ParallelConfig`."""
+    if isinstance(cluster, int):
+        cluster = ClusterSpec.homogeneous(devices=cluster, device="h100", devices_per_node=_per_node(cluster))
+    parallel = ParallelConfig(sequence_parallel=sizes.get("tp", 1) > 1, **sizes)
+    plan = StepPlan(parallel, micro_batch, recompute, schedule)
+    software = replace(emitted_on(cluster), precision=precision)
+    return Workload.of(model, cluster, plan, int(microbatches * micro_batch * parallel.dp), software)
+
+
+def _per_node(devices: int) -> int:
+    return max(n for n in range(1, 9) if devices % n == 0)
+
+
+def refusable() -> Iterator[Workload]:
+    """Layouts of which one size at a time does not divide."""
+    small = replace(LLAMA, layers=2, vocab=32000)
+    for model in (
+        replace(small, heads=6, kv_heads=6, head_dim=128),
+        replace(small, kv_heads=2),
+        replace(small, vocab=32001),
+        replace(small, ffn=14338),
+        replace(small, seq_len=1026),
+    ):
+        yield case(model, 4, tp=4)
+        yield case(model, 8, dp=2, tp=4, zero=3)
+    yield case(replace(small, seq_len=1025), 2, cp=2)
+    yield case(replace(MIXTURE, layers=2, experts=6), 4, dp=4, ep=4)
+    yield case(replace(MIXTURE, layers=2, ffn=1026), 8, dp=2, ep=2, tp=4)
+    yield case(small, 4, dp=4, microbatches=1.5)
+    yield case(small, 4, dp=4, micro_batch=2, microbatches=1.5)
+    yield case(small, 8, dp=3, tp=2)
+    for chunks in (1, 2):
+        for pp in (2, 4, 5):
+            yield case(small, pp, pp=pp, vpp=chunks, microbatches=2 * pp)
+    yield case(small, 4, dp=4, ep=2)
+
+
+def of_every_kind() -> Iterator[Workload]:
+    """Every kind of layout once or more, of few layers."""
+    for zero, microbatches in product(range(4), (1, 2, 4)):
+        yield case(LLAMA, 4, microbatches, dp=4, zero=zero)
+    for model in (GPT, MIXTURE):
+        yield from (case(model, 3, 2, 2, dp=3, zero=zero) for zero in (1, 2, 3))
+    for model in SHAPES[:-1]:
+        for recompute in ("none", "selective", "full"):
+            yield case(model, 1, recompute=recompute)
+            yield case(model, 2, 3, 2, recompute, dp=2, zero=1)
+        for tp in (2, 4, 5):
+            yield case(model, tp, 2, tp=tp)
+            yield case(model, 2 * tp, 2, 2, dp=2, tp=tp, zero=1)
+        yield case(model, 2, 2, cp=2)
+        yield case(model, 16, 2, dp=4, cp=2, tp=2, zero=3)
+    for model in (MIXTURE, DEEPSEEK):
+        for ep, tp, zero in ((2, 1, 0), (4, 1, 1), (4, 2, 1), (8, 1, 3)):
+            yield case(model, 8 * tp, 2, dp=8, ep=ep, tp=tp, zero=zero)
+    yield case(LLAMA, 1, precision="float32")
+    yield case(GPT, 4, 2, precision="float32", dp=2, tp=2)
+
+
+def in_stages() -> Iterator[Workload]:
+    """Pipelines of enough layers to be cut evenly."""
+    for schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2"):
+        yield case(DEEP, 4, 8, schedule=schedule, pp=4)
+    yield case(DEEP, 4, 8, pp=4, vpp=2)
+    for zero, recompute in ((1, "none"), (2, "full"), (3, "selective")):
+        yield case(DEEP, 16, 8, recompute=recompute, dp=2, tp=2, pp=4, zero=zero)
+    yield case(replace(DEEP, layers=30), 8, 16, pp=8)
+
+
+def of_presets() -> Iterator[Workload]:
+    """Whole models on nodes: what fits and what does not, and what the estimator's tests ask."""
+    whole = replace(LLAMA, layers=32, seq_len=8192, name="llama 8b")
+    node = ClusterSpec.preset("dgx-h100")
+    for recompute in ("none", "full"):
+        for dp, tp, cp, zero in ((8, 1, 1, 1), (8, 1, 1, 3), (2, 4, 1, 0), (4, 1, 2, 1)):
+            yield case(whole, node, 2, recompute=recompute, dp=dp, tp=tp, cp=cp, zero=zero)
+    yield case(
+        replace(whole, seq_len=4096, experts=8, topk=2), ClusterSpec.preset("dgx-h100", nodes=2), dp=16, ep=8, zero=1
+    )
+    big = replace(whole, layers=80, hidden=8192, heads=64, ffn=28672, seq_len=4096, name="llama 70b")
+    four = ClusterSpec.preset("dgx-a100", nodes=4)
+    for tp, pp, zero in ((8, 4, 0), (8, 2, 1), (4, 4, 1), (8, 1, 3), (1, 1, 3)):
+        for recompute in ("none", "full"):
+            yield case(big, four, 4, recompute=recompute, dp=32 // tp // pp, tp=tp, pp=pp, zero=zero)
+    yield case(big, 24, 4, dp=24, zero=3, recompute="full")
+    yield case(big, 56, 2, dp=56, zero=3, recompute="full")
+    two_kinds = {"nodes": [{"count": 1, "device": d, "devices_per_node": 8} for d in ("h100", "a100")]}
+    yield case(whole, ClusterSpec.from_dict(two_kinds), dp=16, zero=3)
+
+
+CASES = {"refused": refusable, "kinds": of_every_kind, "stages": in_stages, "presets": of_presets}
+
+
+def published(path: str) -> Iterator[Workload]:
+    """The layouts of published rows, each once, as emitted programs would run them."""
+    seen = set()
+    for row in read_rows(path):
+        w = row_workload(row)
+        w = replace(w, software=replace(emitted_on(w.cluster), precision=w.precision))
+        if w.parallel.tp > 1:
+            w = w.at(replace(w.plan, parallel=replace(w.parallel, sequence_parallel=True)))
+        key = (w.model, w.cluster, w.plan, w.batch, w.precision)
+        if key not in seen:
+            seen.add(key)
+            yield w
+
+
+# --- the answers
+
+
+def estimated(w: Workload) -> Answer:
+    """The estimator's."""
+    try:
+        e = estimate_workload(w)
+    except ConstraintError as error:
+        return Answer(str(error))
+    return Answer("", e.fits, e.step_time_s, e.memory_bytes["total"])
+
+
+def compiled(w: Workload) -> Answer:
+    """The compiler's: the plan that it is forced to, of which copies of parameters rest only where there is room."""
+    rows = w.parallel.dp * w.plan.micro_batch
+    options = replace(forced_options(w), microbatches=-(-w.batch // rows))
+    try:
+        program = _compiled(w, options)
+    except AutoparError as error:
+        return Answer(f"{type(error).__name__}: {error}")
+    if whole := uncut(program, w):
+        return Answer(f"whole: {', '.join(whole)}")
+    peak_bytes = program.with_plan(_without_copies(program.plan)).account.peak_bytes
+    axes = dict(program.plan.stages[0].mesh.axes)
+    room = min(tensor_room(w.cluster, axes, device, device.memory_bytes) for _, device in w.cluster.devices)
+    return Answer("", _fits(w, options, peak_bytes, room), program.account.step_time_s, peak_bytes, room)
+
+
+def _fits(w: Workload, options: autopar.Options, peak_bytes: float, room: float) -> bool:
+    if peak_bytes <= room or peak_bytes > NEAR * room:
+        return peak_bytes <= room
+    try:
+        _compiled(w, replace(options, memory_bytes=None))
+    except InfeasibleError:
+        return False
+    return True
+
+
+def _compiled(w: Workload, options: autopar.Options) -> autopar.ParallelProgram:
+    with torch.device("meta"):
+        model, ids = Transformer(w.model), torch.zeros(w.batch, w.model.seq_len, dtype=torch.long)
+    optimizer = functools.partial(torch.optim.AdamW, lr=1e-4)
+    return autopar.compile(model, w.cluster, (ids, ids), optimizer=optimizer, options=options)
+
+
+def _without_copies(plan: Plan) -> Plan:
+    stages = (
+        replace(stage, parameters={n: replace(p, narrow=False) for n, p in stage.parameters.items()})
+        for stage in plan.stages
+    )
+    return replace(plan, stages=tuple(stages))
+
+
+COLUMNS = {
+    "entries of the vocabulary": ("tokens.weight", "head.weight"),
+    "features of an MLP": (".mlp.up.weight",),
+    "experts": (".mlp.w_in",),
+}
+"""The parameters whose first dim is cut where `ParallelConfig.cuts` says so."""
+
+
+def uncut(program: autopar.ParallelProgram, w: Workload) -> list[str]:
+    """The names of the dims that the layout is to cut and the plan does not."""
+    whole = []
+    for cut in w.parallel.cuts(w.model):
+        axes = [axis for axis in cut.axes.split("*") if axis]
+        if cut.ranks == 1:
+            continue
+        if cut.what in COLUMNS:
+            weights = COLUMNS[cut.what]
+            stored = (p for s in program.plan.stages for n, p in s.parameters.items() if n.endswith(weights))
+            is_cut = all(axis in p.storage.dims[0] for p in stored for axis in axes)
+        elif cut.what == "features of an expert":
+            experts = (p for s in program.plan.stages for n, p in s.parameters.items() if n.endswith(".mlp.w_in"))
+            is_cut = all("tp" in p.storage.axes for p in experts)
+        elif cut.what == "positions":
+            is_cut = all(any(_cut_sizes(program, axis, "norm")) for axis in axes)
+        else:
+            kind = "softmax" if w.model.attention == "materialised" else "attention"
+            heads = {w.model.kv_heads, w.model.heads}
+            is_cut = all(heads & one for one in _cut_sizes(program, "tp", kind))
+        whole += [] if is_cut else [cut.what]
+    return whole
+
+
+def _cut_sizes(program: autopar.ParallelProgram, axis: str, kind: str) -> Iterator[set[int]]:
+    """The sizes of the indices by which every op of a kind is split along an axis."""
+    for stage in program.plan.stages:
+        place = stage.mesh.names.index(axis)
+        for name, plan in stage.templates.items():
+            template = program.ir.templates[name]
+            for node in template.ops:
+                rule = program.rules.rule(template.op_calls[node.name])
+                if kind in str(node.target):
+                    yield {rule.factors[f].size for f in factors_of(plan.strategies[node.name][place])}
+
+
+# --- the comparison
+
+
+def known(w: Workload) -> frozenset[str]:
+    """In what the two are known to differ: where gradients of experts are reduced after every microbatch along two axes, the
+    compiler counts several layers of them under way, the estimator none."""
+    p = w.parallel
+    under_way = w.model.experts and p.zero >= 2 and p.ep == 1 and p.cp > 1 and w.microbatches > 1
+    return frozenset({"bytes"} if under_way else ())
+
+
+def agreement(w: Workload) -> Agreement:
+    """Both answers to a case, known differences left out."""
+    e, c = estimated(w), compiled(w)
+    differ = []
+    if bool(e.refused) != bool(c.refused):
+        differ.append("allowed")
+    elif not e.refused:
+        differ += ["fits"] if e.fits != c.fits and not Agreement("", e, c, ()).is_near else []
+        differ += ["seconds"] if not SECONDS[0] <= e.step_s / c.step_s <= SECONDS[1] else []
+        differ += ["bytes"] if not BYTES[0] <= e.total_bytes / c.total_bytes <= BYTES[1] else []
+    return Agreement(named(w), e, c, tuple(what for what in differ if what not in known(w)))
+
+
+def named(w: Workload) -> str:
+    """The case in one line."""
+    p = w.parallel
+    sizes = " ".join(f"{axis}{n}" for axis, n in (*p.axes.items(), ("pp", p.pp), ("vpp", p.V)) if n > 1)
+    shape = f"{w.model.name or w.model.hidden} {w.model.layers}x{w.model.hidden} on {w.cluster.size} {w.device.name}"
+    schedule = f" {w.plan.schedule}" if p.pp > 1 else ""
+    return f"{shape}: {sizes} zero{p.zero} {w.microbatches}x{w.plan.micro_batch} {w.plan.recompute}{schedule} {w.precision}"
+
+
+def compared(cases: Iterable[Workload]) -> dict[str, Any]:
+    """All cases, and what can be said of them together."""
+    began, found, unsaid, cases = time.process_time(), [], Counter[str](), list(cases)
+    for w in cases:
+        reason = inexpressible(w)
+        if reason:
+            unsaid[reason] += 1
+            continue
+        found.append(agreement(w))
+        print(report(found[-1]), flush=True)
+    both = [a for a in found if not a.estimated.refused and not a.compiled.refused]
+    ratios = {
+        "seconds": [a.estimated.step_s / a.compiled.step_s for a in both],
+        "bytes": [a.estimated.total_bytes / a.compiled.total_bytes for a in both],
+    }
+    return {
+        "cases": len(found),
+        "refused_by_both": sum(bool(a.estimated.refused and a.compiled.refused) for a in found),
+        "near_the_limit": [a.name for a in both if a.is_near],
+        "fit_by_both": sum(a.estimated.fits and a.compiled.fits for a in found),
+        "differ": dict(Counter(what for a in found for what in a.differ)),
+        "ratios": {what: _spread(values) for what, values in ratios.items() if values},
+        "known": [named(w) for w in cases if known(w)],
+        "left_out": dict(unsaid),
+        "process_s": time.process_time() - began,
+        "all": [a.to_dict() for a in found],
+    }
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"least": min(values), "median": statistics.median(values), "most": max(values)}
+
+
+def report(a: Agreement) -> str:
+    """One case as text."""
+    if a.estimated.refused or a.compiled.refused:
+        verdict = f"estimator: {a.estimated.refused or 'allowed'}; compiler: {a.compiled.refused or 'allowed'}"
+    else:
+        seconds, nbytes = a.estimated.step_s / a.compiled.step_s, a.estimated.total_bytes / a.compiled.total_bytes
+        verdict = f"seconds {seconds:.2f}, bytes {nbytes:.2f}, fits {a.estimated.fits:d} {a.compiled.fits:d}"
+    return f"{'DIFFERS ' + ', '.join(a.differ) if a.differ else 'agrees'}: {a.name}: {verdict}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line. Returns 1 where the two differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=list(CASES), help="one list of cases")
+    parser.add_argument("--file", help="a JSON file of published runs: their layouts too")
+    parser.add_argument("--every", type=int, default=1, help="take every n-th published layout only")
+    parser.add_argument("--out", default=".", help="folder for the JSON")
+    args = parser.parse_args(argv)
+    names = [args.only] if args.only else list(CASES)
+    cases = [w for name in names for w in CASES[name]()]
+    if args.file:
+        cases += list(published(args.file))[:: args.every]
+    result = compared(cases)
+    write_result(args.out, "agree.json", result)
+    print({key: value for key, value in result.items() if key != "all"})
+    return 1 if result["differ"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
