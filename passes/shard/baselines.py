@@ -38,7 +38,8 @@ from autopar.passes.shard.megatron import (
     of_one_row,
     tensor_parallel,
 )
-from autopar.passes.shard.meshes import CONTEXT, EXPERTS, rows_of
+from autopar.passes.shard.meshes import CONTEXT, rows_of
+from autopar.passes.shard.uneven import EXPERTS
 
 
 class Baseline:

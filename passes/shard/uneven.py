@@ -8,7 +8,8 @@ alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 from autopar.cluster import ClusterSpec
 from autopar.cluster.device import DeviceSpec
@@ -21,6 +22,8 @@ from autopar.runtime.step.apportion import apportioned
 
 DATA = ("replica", "dp")
 """Axes that batches take."""
+EXPERTS = "ep"
+"""The axis along which rows travel to their experts."""
 _MOST_LISTS = 4
 """Lists of units that an axis has at most."""
 
@@ -31,9 +34,10 @@ def balanced(units: int, ranks: int) -> list[int]:
     return [fewest + 1] * more + [fewest] * (ranks - more)
 
 
-def for_rows(mesh: Mesh, rows: int | None) -> Mesh:
+def for_rows(mesh: Mesh, rows: int | None, rebalance: bool = False) -> Mesh:
     """The mesh with shares of the rows along the first axis that batches take whose ranks do not divide them, where it has none
-    that fit. rows: of a microbatch (None: not known)."""
+    that fit. rows: of a microbatch (None: not known); rebalance: they may move along that axis between steps, so it has shares,
+    equal ones, also where they divide."""
     axes = list(mesh.axes)
     for place, (axis, ranks) in enumerate(axes):
         if axis not in DATA or ranks == 1:
@@ -41,24 +45,40 @@ def for_rows(mesh: Mesh, rows: int | None) -> Mesh:
         if rows is None or rows < ranks or (isinstance(ranks, Shares) and ranks.of(rows) is not None):
             break
         axes[place] = axis, int(ranks)
-        if rows % ranks:
-            axes[place] = axis, Shares(balanced(rows, ranks))
+        units = _units(rows, axes[place:]) if rebalance else rows
+        if rows % ranks or (rebalance and units > ranks):
+            axes[place] = axis, Shares(balanced(units, ranks))
             break
         rows //= ranks
     return Mesh(tuple(axes), mesh.offset)
+
+
+def _units(rows: int, axes: Sequence[tuple[str, int]]) -> int:
+    """Units that rows move in along the first of these axes: where it is possible, the others that take rows divide each."""
+    inner = math.prod(n for axis, n in axes[1:] if axis in (*DATA, EXPERTS))
+    return rows if rows % inner or rows < inner * axes[0][1] else rows // inner
+
+
+def most_units(mesh: Mesh, limit: float, peak: float, resting: float) -> int:
+    """Units of rows that a rank has room for. limit: bytes that tensors may take; peak, resting: the bytes that a plan takes
+    where a rank has the most units, and those of them that are always there; all else is taken to grow with the units."""
+    units = next((size.units[0] for axis, size in mesh.axes if axis in DATA and isinstance(size, Shares)), (0,))
+    room = (limit - resting) / max(peak - resting, 1.0)
+    return max(min(int(max(units) * room), sum(units)), max(units))
 
 
 def by_speed(mesh: Mesh, rows: int | None, cluster: ClusterSpec, seconds: Mapping[DeviceSpec, float]) -> Mesh | None:
     """The mesh with shares of the rows along the first axis that batches take whose ranks are of several kinds, so that the
     slowest is done as soon as it can be; None where no kinds differ along one. seconds: of all rows on a device of each kind."""
     for place, (axis, ranks) in enumerate(mesh.axes):
-        if axis in DATA and ranks > 1 and rows is not None and rows >= ranks:
+        units = 0 if rows is None else _units(rows, mesh.axes[place:])
+        if axis in DATA and 1 < ranks <= units:
             slowest = [0.0] * ranks
             for rank in range(mesh.offset, mesh.offset + mesh.size):
                 at = mesh.coordinate(rank)[axis]
                 slowest[at] = max(slowest[at], seconds[cluster.device(rank)])
             if len(set(slowest)) > 1:
-                shares = Shares(apportioned(rows, slowest, rows))
+                shares = Shares(apportioned(units, slowest, units))
                 return Mesh((*mesh.axes[:place], (axis, shares), *mesh.axes[place + 1 :]), mesh.offset)
     return None
 
