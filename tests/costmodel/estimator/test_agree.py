@@ -15,10 +15,10 @@ from autopar.costmodel.estimator.shape import ParallelConfig
 from autopar.costmodel.estimator.step import estimate_workload
 from autopar.costmodel.estimator.workload import Workload, not_emitted
 from autopar.errors import ConstraintError
-from benchmarks import agree
+from benchmarks import agree, agree_cases
 from benchmarks.published_compiled import inexpressible
 
-SMALL = replace(agree.LLAMA, layers=2, vocab=32000)
+SMALL = replace(agree_cases.LLAMA, layers=2, vocab=32000)
 SAMPLE = Path(__file__).parent / "published_sample.json"
 
 
@@ -41,38 +41,38 @@ def check(cases: Iterable[Workload]) -> None:
 def test_layouts_of_every_kind_are_answered_alike() -> None:
     check(
         [
-            agree.case(SMALL, 3, 2, dp=3, zero=3),
-            agree.case(SMALL, 4, 4, dp=4, zero=2),
-            agree.case(SMALL, 8, 1, dp=2, tp=4, zero=1, recompute="selective"),
-            agree.case(replace(SMALL, layers=4), 2, 4, pp=2, recompute="full"),
-            agree.case(replace(agree.MIXTURE, layers=2), 4, 2, dp=4, ep=4),
-            agree.case(replace(SMALL, seq_len=1 << 18), 1),
+            agree_cases.case(SMALL, 3, 2, dp=3, zero=3),
+            agree_cases.case(SMALL, 4, 4, dp=4, zero=2),
+            agree_cases.case(SMALL, 8, 1, dp=2, tp=4, zero=1, recompute="selective"),
+            agree_cases.case(replace(SMALL, layers=4), 2, 4, pp=2, recompute="full"),
+            agree_cases.case(replace(agree_cases.MIXTURE, layers=2), 4, 2, dp=4, ep=4),
+            agree_cases.case(replace(SMALL, seq_len=1 << 18), 1),
         ]
     )
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("at", range(len(list(agree.refusable()))))
+@pytest.mark.parametrize("at", range(len(list(agree_cases.refusable()))))
 def test_what_does_not_divide_is_refused_by_both(at: int) -> None:
-    check(islice(agree.refusable(), at, at + 1))
+    check(islice(agree_cases.refusable(), at, at + 1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(8))
 @pytest.mark.parametrize("kinds", ["kinds", "stages", "presets"])
 def test_the_long_list_is_answered_alike(kinds: str, part: int) -> None:
-    check(list(agree.CASES[kinds]())[part::8])
+    check(list(agree_cases.CASES[kinds]())[part::8])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_published_layouts_are_answered_alike(part: int, tmp_path: Path) -> None:
-    check(map(shallow, list(agree.published(str(SAMPLE)))[part::4]))
+    check(map(shallow, list(agree_cases.published(str(SAMPLE)))[part::4]))
 
 
 def test_the_sizes_that_must_divide_stand_in_one_table() -> None:
     plan = ParallelConfig(dp=2, tp=8, cp=2, ep=2, sequence_parallel=True)
-    cuts = {cut.what: (cut.units, cut.ranks) for cut in plan.cuts(agree.DEEPSEEK)}
+    cuts = {cut.what: (cut.units, cut.ranks) for cut in plan.cuts(agree_cases.DEEPSEEK)}
     assert cuts == {
         "heads": (16, 8),
         "heads of keys": (16, 8),
@@ -82,15 +82,15 @@ def test_the_sizes_that_must_divide_stand_in_one_table() -> None:
         "features of an expert": (1408, 8),
         "positions": (4096, 16),
     }
-    assert not plan.undivided(agree.DEEPSEEK)
+    assert not plan.undivided(agree_cases.DEEPSEEK)
 
 
 @pytest.mark.parametrize(
     ("w", "reason"),
     [
-        (agree.case(SMALL, 8, dp=8, precision="fp8"), "float8"),
-        (agree.case(agree.MIXTURE, 8, dp=4, tp=2, ep=8), "experts apart over ep=8 of dp=4"),
-        (agree.case(SMALL, 8, dp=8, recompute="mlp"), "recompute 'mlp'"),
+        (agree_cases.case(SMALL, 8, dp=8, precision="fp8"), "float8"),
+        (agree_cases.case(agree_cases.MIXTURE, 8, dp=4, tp=2, ep=8), "experts apart over ep=8 of dp=4"),
+        (agree_cases.case(SMALL, 8, dp=8, recompute="mlp"), "recompute 'mlp'"),
     ],
 )
 def test_what_no_emitted_program_has_is_refused_of_one(w: Workload, reason: str) -> None:
@@ -100,7 +100,7 @@ def test_what_no_emitted_program_has_is_refused_of_one(w: Workload, reason: str)
 
 
 def test_a_search_for_emitted_programs_finds_what_they_have() -> None:
-    w = agree.case(replace(agree.MIXTURE, layers=8), 8, 16, dp=8)
+    w = agree_cases.case(replace(agree_cases.MIXTURE, layers=8), 8, 16, dp=8)
     found = search(w.model, w.cluster, batch=w.batch, software=w.software, top=3)
     assert found.best
     for one in found.best:
@@ -110,9 +110,9 @@ def test_a_search_for_emitted_programs_finds_what_they_have() -> None:
 
 def test_the_answers_are_counted_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [
-        agree.case(SMALL, 2, dp=2),
-        agree.case(SMALL, 2, dp=2, microbatches=1.5),
-        agree.case(SMALL, 2, dp=2, precision="fp8"),
+        agree_cases.case(SMALL, 2, dp=2),
+        agree_cases.case(SMALL, 2, dp=2, microbatches=1.5),
+        agree_cases.case(SMALL, 2, dp=2, precision="fp8"),
     ]
     monkeypatch.setattr(agree, "CASES", {"few": lambda: iter(cases)})
     assert agree.main(["--out", str(tmp_path)]) == 0
