@@ -121,10 +121,7 @@ def _compiled(request: Request, rules: RuleBook, first: ParallelProgram | None =
         else:
             several_shapes = bool(request.buckets) or first is not None
             plans = overlapped(_searched(task, request.batch, setting_for), several_shapes)
-        described = request.cluster.fingerprint()
-        plans = [
-            (owner, replace(one, plan=replace(one.plan, order=owner.order, cluster=described))) for owner, one in plans
-        ]
+        plans = [(owner, replace(one, plan=_of_cluster(one.plan, owner, listed))) for owner, one in plans]
         task, best = plans[0]
         if first is not None:
             best = replace(best, plan=replace(best.plan, placement=first.plan.placement))
@@ -138,6 +135,12 @@ def _compiled(request: Request, rules: RuleBook, first: ParallelProgram | None =
     }
     candidates = [best, *(candidate for _, candidate in plans[1:])]
     return emit(request, task.batches.captured(task.setting.microbatches), task, candidates, seconds, compile_request)
+
+
+def _of_cluster(plan: Plan, owner: Task, listed: ClusterSpec) -> Plan:
+    """The plan with the order of its sequences, and with the cluster that it is for where it leaves ranks of that idle."""
+    cluster = plan.cluster if plan.ranks == listed.size else listed.fingerprint()
+    return replace(plan, order=owner.order, cluster=cluster)
 
 
 def _forced_order(request: Request) -> int | None:

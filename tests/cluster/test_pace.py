@@ -79,8 +79,7 @@ def test_the_order_of_machines_changes_no_plan_on_one_mesh_and_no_time() -> None
     orders = {step(*names) for names in itertools.permutations(("h100", "a100"))}
     assert len(orders) == 1
     ((mixed_s, _, _),) = orders
-    assert mixed_s >= step("a100", "a100")[0]
-    assert mixed_s == pytest.approx(step("a100", "a100")[0], rel=0.05)
+    assert step("h100", "h100")[0] < mixed_s < step("a100", "a100")[0], "rows follow the speed of devices"
 
 
 def test_a_ring_crosses_the_link_that_a_node_shares_once() -> None:
