@@ -23,6 +23,7 @@ from autopar.proof.random_plans import with_shares
 from autopar.runtime.checkpoint import checkpoint
 from autopar.runtime.comm.mesh import Shares, box_of, interval, sizes_of, told_sizes
 from autopar.runtime.comm.threads import run_threads
+from tests.gpu.simulated import simulated
 from tests.runs_worker import ADAMW, compiled, options_of
 from tests.test_runs import equal_bits, equal_to_eager, on_threads, worked
 from tests.zoo.models import MODELS, ZooModel
@@ -289,3 +290,54 @@ def test_processes_read_and_write_the_same_bits_in_other_blocks(
 @pytest.mark.parametrize(("ranks", "rows"), [(5, 17), (7, 60)])
 def test_odd_models_and_odd_batches_train(ranks: int, rows: int) -> None:
     equal_to_eager(compiled(ranks, rows, strategy="zero3"), rows)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@pytest.mark.parametrize(("large", "small"), [(17, 9), (16, 7), (18, 12)])
+def test_buckets_of_any_sizes_share_one_set_of_weights(strategy: str, large: int, small: int) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).double()
+
+    def rows(n: int, seed: int = 0) -> dict[str, torch.Tensor]:
+        return {"input": torch.randn(n, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))}
+
+    batches = [rows(large, 1), rows(small, 2), rows(large, 3), rows(small, 4)]
+    losses = [
+        autopar.compile(
+            model(),
+            autopar.ClusterSpec.local(ranks),
+            rows(large),
+            loss_fn=lambda y: y.square().mean(),
+            optimizer=ADAMW,
+            options=autopar.Options(strategy=strategy if ranks > 1 else "dp"),
+            buckets={"input": {0: (small, large)}},
+        )
+        .run(batches)
+        .losses
+        for ranks in (1, 4)
+    ]
+    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [
+        (8, {"mesh": {"dp": 2, "tp": 4}, "strategy": "megatron-zero3"}),
+        (4, {"mesh": {"dp": Shares((3, 2, 1, 1))}, "strategy": "zero2"}),
+    ],
+    ids=str,
+)
+def test_streams_of_a_gpu_are_in_order(devices: int, options: dict[str, Any]) -> None:
+    ids = torch.randint(0, 67, (2, 7, 16), generator=torch.Generator().manual_seed(0))
+    program = autopar.compile(
+        gpt(5, 67),
+        autopar.ClusterSpec.homogeneous(devices=devices, device="h100"),
+        (ids[0], ids[1]),
+        loss_fn=token_loss,
+        optimizer=ADAMW,
+        options=autopar.Options(**options),
+    )
+    assert program.plan.stages[0].mesh.uneven
+    found = simulated(program, (ids[0], ids[1]), 2)
+    assert not found.findings, str(found)

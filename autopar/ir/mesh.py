@@ -138,6 +138,11 @@ class Mesh:
         return ranks
 
     @cached_property
+    def ranks(self) -> tuple[tuple[str, int], ...]:
+        """Axes with their numbers of ranks, whatever their shares."""
+        return tuple((name, int(size)) for name, size in self.axes)
+
+    @cached_property
     def uneven(self) -> bool:
         """Whether an axis is cut by shares."""
         return any(isinstance(size, Shares) for _, size in self.axes)

@@ -130,7 +130,7 @@ class Task:
         """The whole program on one mesh, its parameters stored as in the layout's stages on such a mesh. setting: by default
         the task's."""
         stages = self.layout.stages if self.layout is not None else ()
-        stored = {n: p for stage in stages if stage.mesh.axes == mesh.axes for n, p in stage.parameters.items()}
+        stored = {n: p for stage in stages if stage.mesh.ranks == mesh.ranks for n, p in stage.parameters.items()}
         return OnMesh(self.program, self.pricers[mesh], self.rules, setting or self.setting, self.options, stored)
 
     def lower(self, plan: Plan) -> LoweredProgram:

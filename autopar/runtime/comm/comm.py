@@ -17,6 +17,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import Any, TypeVar
 
 import torch
@@ -316,6 +317,18 @@ class Comm(ABC):
                 self._parts[key] = self._part(mesh, first_rank, inside)
             parts.append(self._parts[key])
         return parts
+
+    def under(self, mesh: Mapping[str, int]) -> Comm:
+        """The same ranks on the same mesh, cut by other shares: groups and what is known of their messages are those of this one."""
+        if dict(mesh) == self.mesh:
+            return self
+        key = (tuple(mesh.items()), self.first_rank)
+        if self._parts.get(key) is None:
+            other = self._parts[key] = copy(self)
+            other.mesh = dict(mesh)
+        found = self._parts[key]
+        assert found is not None
+        return found
 
     @abstractmethod
     def _part(self, mesh: Mapping[str, int], first_rank: int, inside: bool) -> Comm | None:

@@ -159,6 +159,8 @@ def _axis(comm: Comm, pipeline: Pipeline, forms: Sequence[Form]) -> tuple[str, s
     """The axis along which rows move, or why there is none."""
     if len(pipeline.meshes) > 1:
         return "", "the program is a pipeline, whose stages have parameters of their own"
+    if any(stage.comm.mesh != comm.mesh for form in forms for stage in form.stages.values()):
+        return "", "batches of several shapes are shared in several ways"
     if pipeline.compiler != "none":
         return "", f"what the compiler {pipeline.compiler!r} makes is for the rows that ranks have at first"
     by_shares = [axis for axis, size in comm.mesh.items() if isinstance(size, Shares) and len(size.units) == 1]

@@ -42,8 +42,11 @@ class Form:
         first = earlier[0] if earlier else None
         if first is not None:
             _check_alike(pipeline, first.pipeline)
-        self.comms: Sequence[Comm | None] = comm.split(pipeline.meshes) if first is None else first.comms
-        if first is None:
+        if first is not None:
+            own = zip(first.comms, pipeline.meshes, strict=True)
+            self.comms: Sequence[Comm | None] = [one and one.under(mesh) for one, (mesh, _) in own]
+        else:
+            self.comms = comm.split(pipeline.meshes)
             use_nodes(comm, self.comms, pipeline.meshes, pipeline.nodes, pipeline.by_node)
         self.stages: dict[int, Stage] = {}
         for index in sorted(pipeline.groups[pipeline.group_of(comm.rank)]):
@@ -73,13 +76,22 @@ class Form:
 
 
 def _check_alike(pipeline: Pipeline, first: Pipeline) -> None:
-    """Raises RuntimeProgramError where a form has other stages on other ranks than the first one."""
-    for what in ("meshes", "groups", "training"):
-        if getattr(pipeline, what) != getattr(first, what):
+    """Raises RuntimeProgramError where a form has other stages on other ranks than the first one; their shares may differ."""
+    for what, own, other in (
+        ("meshes", _sizes(pipeline), _sizes(first)),
+        ("groups", pipeline.groups, first.groups),
+        ("training", pipeline.training, first.training),
+    ):
+        if own != other:
             raise RuntimeProgramError(
-                f"the forms of this program differ in their {what}: {getattr(pipeline, what)}, and {getattr(first, what)} in "
-                "the first; were its files mixed? Emit it again"
+                f"the forms of this program differ in their {what}: {own}, and {other} in the first; were its files mixed? Emit "
+                "it again"
             )
+
+
+def _sizes(pipeline: Pipeline) -> list[tuple[dict[str, int], int]]:
+    """The sizes and the first rank of every mesh, without shares."""
+    return [({axis: int(size) for axis, size in mesh.items()}, first) for mesh, first in pipeline.meshes]
 
 
 def _check_stored_alike(tables: StageTables, first: StageTables) -> None:
