@@ -205,6 +205,7 @@ def test_heads_and_vocabularies_are_split_where_they_do_not_divide() -> None:
     assert isinstance(size, Shares)
     assert size.of(5) == (2, 1, 1, 1)
     assert size.of(67) == (17, 17, 17, 16)
+    assert "shares: of every 67 indices along tp ranks hold 17 (×3), 16" in program.report().splitlines()
     stored = program.plan.stages[0].parameters
     assert sum("tp" in str(p.storage) for p in stored.values()) >= 12
     assert for_units(Mesh.of(tp=5), program.ir, program.rules) is not None

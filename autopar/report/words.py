@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import groupby
 
 from autopar.capture.examples.trees import shapes_text
 from autopar.cluster.process import fragmentation, process_bytes
@@ -14,6 +15,7 @@ from autopar.ir.spec import Spec
 from autopar.ir.text import size_text, time_text
 from autopar.passes.search.placement import placement_gain
 from autopar.report.long_run import DAYS, long_run
+from autopar.runtime.comm.mesh import Shares
 
 
 def no_faster(step_s: Mapping[int, float]) -> list[str]:
@@ -46,6 +48,7 @@ def report(program: Compiled) -> str:
         + ")",
         *_beside_tensors(program),
         *_idle(program),
+        *_shares(program),
     ]
     if plan.precision:
         lines.append(
@@ -121,6 +124,19 @@ def _idle(program: Compiled) -> list[str]:
     why = f": the best plan found for all of them takes {time_text(min(on_all))} a step" if on_all else ""
     which = f"rank {used}" if ranks - used == 1 else f"ranks {used} to {ranks - 1}"
     return [f"idle: {which} of {ranks}{why}"]
+
+
+def _shares(program: Compiled) -> list[str]:
+    """The lines about axes along which ranks hold blocks of unequal size."""
+    lines: dict[str, None] = {}
+    for stage in program.stages:
+        for axis, size in stage.mesh.axes:
+            for units in size.units if isinstance(size, Shares) else ():
+                runs = [(n, len(list(alike))) for n, alike in groupby(units)]
+                held = ", ".join(str(n) if times == 1 else f"{n} (×{times})" for n, times in runs[:8])
+                more = ", …" if len(runs) > 8 else ""
+                lines[f"shares: of every {sum(units)} indices along {axis} ranks hold {held}{more}"] = None
+    return [*lines]
 
 
 def _drift(program: Compiled) -> list[str]:

@@ -319,7 +319,7 @@ class Comm(ABC):
         return parts
 
     def under(self, mesh: Mapping[str, int]) -> Comm:
-        """The same ranks on the same mesh, cut by other shares: groups and what is known of their messages are those of this one."""
+        """The same ranks on the same mesh, cut by other shares. Groups and what is known of messages are those of this one."""
         if dict(mesh) == self.mesh:
             return self
         key = (tuple(mesh.items()), self.first_rank)
