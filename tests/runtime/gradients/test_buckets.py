@@ -94,9 +94,12 @@ def runs(
 
 SMALL = BucketSizes(full=48, first=48, direct=48, least=48)
 """Sizes in bytes at which a block of 25 elements travels alone, in parts."""
+WITH_ENDS = BucketSizes(full=1 << 20, first=48, direct=1000, least=1000)
+"""The same for blocks of 125 and more elements, which travel where they lie, the ends of their runs in buckets."""
 
 
-@pytest.mark.parametrize("sizes", [SMALL, BucketSizes()])
+@pytest.mark.parametrize("sizes", [SMALL, WITH_ENDS, BucketSizes()])
+@pytest.mark.parametrize("block", [(5, 5), (125, 25)])
 @pytest.mark.parametrize(
     ("steps", "factors"),
     [
@@ -107,14 +110,24 @@ SMALL = BucketSizes(full=48, first=48, direct=48, least=48)
     ],
 )
 def test_runs_of_a_block_that_does_not_divide_are_its_elements_in_order(
-    sizes: BucketSizes, steps: tuple[TableStep, ...], factors: list[int]
+    sizes: BucketSizes, block: tuple[int, ...], steps: tuple[TableStep, ...], factors: list[int]
 ) -> None:
-    filled = torch.cat([torch.arange(1.0, 26, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)])
-    for rank, run in enumerate(runs((("flatten", ("a", "b"), 5, 5), *steps), sizes, [])):
-        assert run.tolist() == (factors[rank] * filled[5 * rank : 5 * rank + 5]).view(5, 1).tolist()
+    elements = torch.arange(1.0, math.prod(block) + 1, dtype=torch.float64)
+    length = -(-len(elements) // 6)
+    filled = torch.cat([elements, elements.new_zeros(6 * length - len(elements))])
+    for rank, run in enumerate(runs((("flatten", ("a", "b"), *block), *steps), sizes, [], block)):
+        assert run.tolist() == (factors[rank] * filled.view(6, length, 1)[rank]).tolist()
 
 
-def test_a_large_block_that_does_not_divide_is_sent_in_parts() -> None:
+def test_a_large_block_that_does_not_divide_is_sent_where_it_lies_and_the_ends_of_its_runs_beside() -> None:
+    sent: list[int] = []
+    steps = (("flatten", ("a", "b"), 25, 25), ("reduce_scatter", ("a",), 0), ("reduce_scatter", ("b",), 0))
+    runs(steps, WITH_ENDS, sent, (25, 25))
+    assert sorted(sent) == [2 * 2 * 3 * 2, 315, 315, 624, 624]  # of both gradients, their chunks are of 312 elements
+
+
+def test_where_ends_are_not_small_a_block_is_sent_in_parts() -> None:
+    """Their message would be as large as one that is sent alone."""
     sent: list[int] = []
     steps = (("flatten", ("a", "b"), 25, 25), ("reduce_scatter", ("a",), 0), ("reduce_scatter", ("b",), 0))
     runs(steps, SMALL, sent, (25, 25))
