@@ -188,6 +188,13 @@ def test_there_is_no_second_block_while_one_is_sent(strategy: str, microbatches:
     assert_kept(program, (torch.randn(9, 4003),))
 
 
+def test_the_halves_of_a_run_are_joined_when_both_have_arrived() -> None:
+    cluster = autopar.ClusterSpec.homogeneous(devices=3, device="h100")
+    program = square(2003, cluster, "cpu", strategy="zero3", microbatches=3)
+    found = simulated(program, (torch.randn(9, 2003),), 2)
+    assert not found.findings, str(found)
+
+
 class Wide(nn.Module):
     def __init__(self) -> None:
         super().__init__()
