@@ -244,6 +244,14 @@ def test_a_rank_holds_its_share_of_the_state(make: Any, ranks: int) -> None:
         assert microbatches == 1 or all(p.by_microbatch or not p.reduce for p in stage.parameters.values())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["8B on 24", "8B on 56"])
+def test_an_odd_number_of_gpus_is_about_on_the_line_of_powers_of_two(name: str) -> None:
+    from benchmarks.odd_shapes import CASES, measure
+
+    assert measure(next(case for case in CASES if case.name == name))["over_line"] <= 1.02
+
+
 # --- what a plan and a person may say
 
 

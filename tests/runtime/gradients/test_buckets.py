@@ -11,6 +11,7 @@ import torch
 from autopar.runtime import GradEntry, GradStore, run_threads
 from autopar.runtime.comm.reshard import TableStep
 from autopar.runtime.gradients.buckets import Buckets, BucketSizes, bytes_in_buckets
+from autopar.runtime.gradients.runs import Run, ends, ends_are_small
 from tests.runtime import stages
 from tests.runtime.scenarios import train
 
@@ -135,6 +136,25 @@ def test_where_ends_are_not_small_a_block_is_sent_in_parts() -> None:
     sent.clear()
     runs(steps, replace(SMALL, full=2 * 100 * 8), sent, (25, 25))
     assert sent[:4] == [200, 200, 200, 30]
+
+
+@pytest.mark.parametrize("ranks", range(2, 9))
+@pytest.mark.parametrize("again", [1, 2, 3])
+def test_chunks_and_ends_of_any_block_join_to_its_runs(ranks: int, again: int) -> None:
+    """again: parts in which every run is cut further, so that it may lack more than one element of a chunk."""
+    for elements in range(ranks, 400, 7):
+        length = again * -(-elements // (ranks * again))
+        value = torch.arange(1.0, elements + 1).view(-1, 1)
+        if length * ranks == elements or not ends_are_small(value, ranks, length, 1 << 20):
+            continue
+        chunk, rows = elements // ranks, ends(value, ranks, length).view(ranks, -1, 1)
+        whole = torch.cat([value, value.new_zeros(ranks * length - elements, 1)]).view(ranks, length, 1)
+        for rank in range(ranks):
+            run = Run(length, rank)
+            assert run.joined("end", rows[rank]) is None
+            joined = run.joined("chunk", value[rank * chunk : (rank + 1) * chunk])
+            assert joined is not None
+            assert torch.equal(joined, whole[rank])
 
 
 def test_a_shard_of_runs_holds_no_memory_of_the_block() -> None:
