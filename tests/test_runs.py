@@ -191,6 +191,13 @@ def test_there_is_no_second_block_while_one_is_sent(strategy: str, microbatches:
     assert_kept(program, (torch.randn(9, 4003),))
 
 
+def test_the_halves_of_a_run_are_joined_when_both_have_arrived() -> None:
+    cluster = autopar.ClusterSpec.homogeneous(devices=3, device="h100")
+    program = square(2003, cluster, "cpu", strategy="zero3", microbatches=3)
+    found = simulated(program, (torch.randn(9, 2003),), 2)
+    assert not found.findings, str(found)
+
+
 class Wide(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -238,6 +245,14 @@ def test_a_rank_holds_its_share_of_the_state(make: Any, ranks: int) -> None:
         assert {row.kind for row in rows} == {"parameters", "gradients", "optimizer"}
         assert sum(row.nbytes for row in rows) <= 1.01 * total / ranks
         assert microbatches == 1 or all(p.by_microbatch or not p.reduce for p in stage.parameters.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["8B on 24", "8B on 56"])
+def test_an_odd_number_of_gpus_is_about_on_the_line_of_powers_of_two(name: str) -> None:
+    from benchmarks.odd_shapes import CASES, measure
+
+    assert measure(next(case for case in CASES if case.name == name))["over_line"] <= 1.02
 
 
 # --- what a plan and a person may say

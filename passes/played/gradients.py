@@ -6,6 +6,7 @@ time (`autopar.runtime.gradients`) decides it here. Prices ask which gradients i
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,11 @@ from autopar.runtime.memory.tiers import Tiers
 def unreduced_bytes(p: StoredParameter, mesh: Mesh) -> float:
     """Bytes of a parameter's gradient on a rank before its reduction."""
     return gradient_bytes(p.updated_bytes(mesh)) * bytes_before_per_byte(p.reduce, mesh.sizes)
+
+
+def summed_bytes(p: StoredParameter, mesh: Mesh) -> float:
+    """The same where contributions are summed: no zeros fill it up yet."""
+    return float(math.prod(_unreduced_shape(p, mesh)) * p.type.dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -146,10 +152,11 @@ class _Buckets(Buckets):
         self.launched: list[tuple[tuple[str, ...], bool]] = []
 
     def _launch(self, kind: str, axes: Any, items: list[Any], packed: bool) -> None:
-        self.launched.append((tuple(item.name for item in items), packed))
+        self.launched.append((tuple(item.name for item in items if item.half != "end"), packed))
         super()._launch(kind, axes, items, packed)
 
-    def _fill(self, *args: Any) -> None:
+    @staticmethod
+    def _packed(*_: Any) -> None:
         """Copies into what is there, which takes no bytes."""
 
     def _starts(self, length: int, width: int) -> Sequence[int]:

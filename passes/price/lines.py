@@ -42,7 +42,7 @@ from autopar.ir.rule import Rule, Strategy, carried_choices
 from autopar.ir.setting import Setting
 from autopar.ir.steps import AnyStep
 from autopar.ops.registry import Grouped
-from autopar.passes.played.gradients import sent_in_place, unreduced_bytes
+from autopar.passes.played.gradients import sent_in_place, summed_bytes, unreduced_bytes
 from autopar.passes.price.compression import compressed_messages, compressing_bytes, wire_share
 from autopar.passes.price.pricer import Pricer
 from autopar.runtime.gradients.buckets import BUCKETED
@@ -259,7 +259,8 @@ def stored_s(line: AddGradient, held: Mapping[str, float], stage: LoweredStage, 
     if not pricer.software.gradient_passes:
         return 0.0
     p, mesh = stage.parameters[line.parameter], stage.mesh
-    nbytes, due, times = unreduced_bytes(p, mesh), p.contributions * stage.microbatches, sent_times(p, stage)
+    nbytes = summed_bytes(p, mesh) if p.optimizer.run else unreduced_bytes(p, mesh)
+    due, times = p.contributions * stage.microbatches, sent_times(p, stage)
     came_bytes = held.get(line.value, nbytes)
     added_bytes = (due - times) * (2 * nbytes + came_bytes) + (times - 1) * 3 * on_rank(p, mesh).gradient
     if came_bytes < nbytes and pricer.device.runs_as.type != "cpu":

@@ -10,8 +10,9 @@ half of what is left of the step: the last one is small, also of a model that wo
     all_reduce bucket        [ g0 ........ | g1 .... | g2 ...... ]                 results are views of the bucket
     reduce_scatter bucket    [ g0[0] g1[0] | g0[1] g1[1] | … ]  row i: the i-th shards    results are views of one row
 
-A block that ranks cut in runs and that does not divide is filled up with zeros where its runs are packed. A large one is sent in
-parts, columns of its runs, so that no second block is there meanwhile.
+A block that ranks cut in runs and that does not divide (runs.py) is filled up with zeros where its runs are packed. A large
+one is scattered where it lies, and the ends of the runs are packed; or it is sent in parts, columns of its runs, where there are
+so many ranks that the ends are not small. So no second block is there meanwhile.
 
 What is packed to be scattered lies in a pool; results are parts of buckets that last until `forget`. All ranks run the
 same program, so buckets fill, and collectives start, in the same order everywhere. Values that are to be compressed have
@@ -36,12 +37,11 @@ from ..comm.mesh import run_shape
 from ..comm.reshard import TABLE_STEPS, TableStep, run_step
 from ..errors import RuntimeProgramError
 from .compression import Codec, Unsent, start_gathered_rows, start_scattered_sum
+from .runs import PARTS, Run, ends, ends_are_small, filled, packed
 
 Steps = tuple[TableStep, ...]
 MIB = 1 << 20
 BUCKETED = ("all_reduce", "reduce_scatter")
-PARTS = 16
-"""The most messages in which a large block is sent whose elements do not divide."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ def bytes_in_buckets(shard_bytes: float, steps: Steps, size: Callable[[Axes], in
 
 @dataclass(slots=True)
 class _Item:
-    """rows: as many as a value's elements, (elements, 1, …), are filled up to with zeros (0: it is sent as it is)."""
+    """rows: as many as a value's elements, (elements, 1, …), are filled up to with zeros (0: it is sent as it is). run: the one
+    of which this is a half."""
 
     name: str
     value: Tensor
@@ -85,6 +86,8 @@ class _Item:
     rest: Steps
     codec: Codec | None = None
     rows: int = 0
+    run: Run | None = None
+    half: str = ""
 
     @property
     def numel(self) -> int:
@@ -118,6 +121,8 @@ class Buckets:
     early. added: names whose results are added to others when they arrive, so that nobody needs their buckets later.
     codecs: of names that are compressed. unsent: what compressing these lost and sends later.
     """
+
+    _packed = staticmethod(packed)
 
     def __init__(
         self,
@@ -172,14 +177,14 @@ class Buckets:
 
     def add(self, name: str, value: Tensor, owned: bool, steps: Steps, landed: bool = False) -> None:
         """Send a value along its steps. owned: it may be reduced in place. landed: it is part of a bucket of ours."""
-        rows = 0
+        rows, whole = 0, True
         while steps and (steps[0][0] not in BUCKETED or self.comm.axis_size(steps[0][1]) == 1):
             (kind, axes, *_), n = steps[0], self.comm.axis_size(steps[0][1])
             if n > 1 and kind == "flatten" and value.is_contiguous() and value.numel() % n:
                 length, *ones = run_shape(value.shape, n)
                 rows, value = n * length, value.view(-1, *ones)
             elif n > 1 and rows:  # a shard of these
-                rows //= n
+                rows, whole = rows // n, False
                 value = value[self.comm.axis_index(axes) * rows :][:rows]
             elif n > 1:
                 value = run_step(self.comm, value, steps[0], site=f"gradient of {name}")
@@ -187,7 +192,7 @@ class Buckets:
             steps = steps[1:]
         if not steps:
             if rows:
-                value, owned = _filled(value, rows), True
+                value, owned = filled(value, rows), True
             self.arrive(name, value, owned or landed)
             return
         kind, axes, *dims = steps[0]
@@ -196,13 +201,22 @@ class Buckets:
         item = _Item(name, value, owned, dims[0] % value.dim() if dims else 0, steps[1:], codec, rows)
         nbytes = item.numel * value.element_size()
         if self._direct(kind, item, nbytes):
-            self._launch(kind, axes, [item], packed=rows > 0)
+            n = self.comm.axis_size(axes)
+            if rows and whole and ends_are_small(value, n, rows // n, self.sizes.direct):
+                item.rows, item.run, item.half = 0, Run(rows // n, self.comm.axis_index(axes)), "chunk"
+                end = replace(item, value=ends(value, n, rows // n), half="end")
+                item.value = value[: value.shape[0] // n * n]
+                self._put(key, end)
+            self._launch(kind, axes, [item], packed=item.rows > 0)
         else:
-            bucket = self._buckets.setdefault(key, _Bucket())
-            bucket.items.append(item)
-            bucket.nbytes += nbytes
+            self._put(key, item)
         if key in self._buckets and self._buckets[key].nbytes >= self._limit():
             self._issue(key)
+
+    def _put(self, key: tuple[Any, ...], item: _Item) -> None:
+        bucket = self._buckets.setdefault(key, _Bucket())
+        bucket.items.append(item)
+        bucket.nbytes += item.numel * item.value.element_size()
 
     def _limit(self) -> int:
         return self.sizes.limit(bool(self._flights), self._sent)
@@ -246,21 +260,11 @@ class Buckets:
             self._land_oldest([flight for flight in self._flights if flight.scratch is not None])
             scratch = self._take(n * (stop - start), item)
             rows = scratch.view(n, stop - start)
-            self._fill(rows.view(*rows.shape, *ones), value, start, length)
+            self._packed(rows.view(*rows.shape, *ones), value, start, length)
             handle = self.comm.start_reduce_scatter_into(out[start:stop], rows, axes, site=site)
             last = ([item], [out.view(length, *ones)]) if stop == length else ([], [])
             self._flights.append(_Flight(last[0], handle, last[1], scratch, item.name not in self.leaving))
         item.value = out
-
-    def _fill(self, rows: Tensor, value: Tensor, start: int, length: int) -> None:
-        """Columns of a value's runs, (ranks, width, 1, …) of them, from one on; zeros after the value's end. length: of a run."""
-        width = rows.shape[1]
-        whole, rest = divmod(value.shape[0], length)
-        rows[:whole].copy_(value[: whole * length].unflatten(0, (whole, length))[:, start : start + width])
-        rows[whole:].zero_()
-        if start < rest:
-            last = value[whole * length + start : whole * length + min(start + width, rest)]
-            rows[whole : whole + 1, : last.shape[0]].copy_(last.unsqueeze(0))
 
     def _starts(self, length: int, width: int) -> Sequence[int]:
         """Where the parts of runs of some length begin."""
@@ -319,7 +323,7 @@ class Buckets:
             for item, start, size, shape in zip(items, starts, sizes, shapes, strict=True):
                 part = rows[:, start : start + size].view(n, *shape)
                 if item.rows:
-                    self._fill(part, item.value, 0, size)
+                    self._packed(part, item.value, 0, size)
                 else:
                     part.copy_(front_chunks(item.value, item.dim, n))
                 lost.append((item.name, len(item.rest), part))
@@ -357,24 +361,18 @@ class Buckets:
             self._pool.give(flight.scratch)
         for item, result in zip(flight.items, flight.results, strict=True):
             # Results of later all_reduce rounds are packed anew: views of a bucket are never given away.
-            self.add(item.name, result, False, item.rest, landed=True)
+            landed = result if item.run is None else item.run.joined(item.half, result)
+            if landed is not None:
+                self.add(item.name, landed, False, item.rest, landed=True)
 
     def _take(self, numel: int, item: _Item, lent: bool = False) -> Tensor:
         """A flat buffer: of the pool, or of its own when what lands in it leaves the device or is lent out."""
         if not lent and item.name not in self.leaving:
             return self._pool.take(numel, item.value)
         buffer = item.value.new_empty(numel)
-        if item.name not in self.leaving and item.name not in self.added:
+        if item.name not in self.leaving and item.name not in self.added and item.half != "chunk":
             self._lent.append(buffer)
         return buffer
-
-
-def _filled(value: Tensor, rows: int) -> Tensor:
-    """The elements of a value, (elements, 1, …), and zeros after them, in memory of their own."""
-    filled = value.new_empty(rows, *value.shape[1:])
-    filled[: value.shape[0]].copy_(value)
-    filled[value.shape[0] :].zero_()
-    return filled
 
 
 def _places(sizes: Sequence[int], codec: Codec | None) -> tuple[list[int], int]:

@@ -71,14 +71,11 @@ def of_gradient_passes_s(stage: LoweredStage, pricer: Pricer) -> float:
             nbytes, due = unreduced_bytes(p, stage.mesh), p.contributions * stage.microbatches
             times = stage.microbatches if p.by_microbatch else 1
             came = came_bytes(p, stage.mesh)
-            filled = came < nbytes
-            total += pricer.copy_s * (
-                (2 * nbytes + came) * (due - times) + 3 * p.updated_bytes(stage.mesh) * (times - 1)
-            )
+            total += pricer.copy_s * (3 * came * (due - times) + 3 * p.updated_bytes(stage.mesh) * (times - 1))
             for step in p.reduce:
                 size = stage.mesh.product(step.axes)
                 if step.kind in ("all_reduce", "reduce_scatter") and size > 1:
-                    packed = step.kind == "all_reduce" or step.dims[0] > 0 or nbytes < 1 << 20 or filled
+                    packed = step.kind == "all_reduce" or step.dims[0] > 0 or nbytes < 1 << 20
                     total += times * pricer.copy_s * 2 * nbytes * packed
                     break
                 nbytes = step.facts.table.bytes_after(nbytes, size)

@@ -11,6 +11,7 @@ import torch
 from autopar.runtime import GradEntry, GradStore, run_threads
 from autopar.runtime.comm.reshard import TableStep
 from autopar.runtime.gradients.buckets import Buckets, BucketSizes, bytes_in_buckets
+from autopar.runtime.gradients.runs import Run, ends, ends_are_small
 from tests.runtime import stages
 from tests.runtime.scenarios import train
 
@@ -94,9 +95,12 @@ def runs(
 
 SMALL = BucketSizes(full=48, first=48, direct=48, least=48)
 """Sizes in bytes at which a block of 25 elements travels alone, in parts."""
+WITH_ENDS = BucketSizes(full=1 << 20, first=48, direct=1000, least=1000)
+"""The same for blocks of 125 and more elements, which travel where they lie, the ends of their runs in buckets."""
 
 
-@pytest.mark.parametrize("sizes", [SMALL, BucketSizes()])
+@pytest.mark.parametrize("sizes", [SMALL, WITH_ENDS, BucketSizes()])
+@pytest.mark.parametrize("block", [(5, 5), (125, 25)])
 @pytest.mark.parametrize(
     ("steps", "factors"),
     [
@@ -107,14 +111,24 @@ SMALL = BucketSizes(full=48, first=48, direct=48, least=48)
     ],
 )
 def test_runs_of_a_block_that_does_not_divide_are_its_elements_in_order(
-    sizes: BucketSizes, steps: tuple[TableStep, ...], factors: list[int]
+    sizes: BucketSizes, block: tuple[int, ...], steps: tuple[TableStep, ...], factors: list[int]
 ) -> None:
-    filled = torch.cat([torch.arange(1.0, 26, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)])
-    for rank, run in enumerate(runs((("flatten", ("a", "b"), 5, 5), *steps), sizes, [])):
-        assert run.tolist() == (factors[rank] * filled[5 * rank : 5 * rank + 5]).view(5, 1).tolist()
+    elements = torch.arange(1.0, math.prod(block) + 1, dtype=torch.float64)
+    length = -(-len(elements) // 6)
+    filled = torch.cat([elements, elements.new_zeros(6 * length - len(elements))])
+    for rank, run in enumerate(runs((("flatten", ("a", "b"), *block), *steps), sizes, [], block)):
+        assert run.tolist() == (factors[rank] * filled.view(6, length, 1)[rank]).tolist()
 
 
-def test_a_large_block_that_does_not_divide_is_sent_in_parts() -> None:
+def test_a_large_block_that_does_not_divide_is_sent_where_it_lies_and_the_ends_of_its_runs_beside() -> None:
+    sent: list[int] = []
+    steps = (("flatten", ("a", "b"), 25, 25), ("reduce_scatter", ("a",), 0), ("reduce_scatter", ("b",), 0))
+    runs(steps, WITH_ENDS, sent, (25, 25))
+    assert sorted(sent) == [2 * 2 * 3 * 2, 315, 315, 624, 624]  # of both gradients, their chunks are of 312 elements
+
+
+def test_where_ends_are_not_small_a_block_is_sent_in_parts() -> None:
+    """Their message would be as large as one that is sent alone."""
     sent: list[int] = []
     steps = (("flatten", ("a", "b"), 25, 25), ("reduce_scatter", ("a",), 0), ("reduce_scatter", ("b",), 0))
     runs(steps, SMALL, sent, (25, 25))
@@ -122,6 +136,25 @@ def test_a_large_block_that_does_not_divide_is_sent_in_parts() -> None:
     sent.clear()
     runs(steps, replace(SMALL, full=2 * 100 * 8), sent, (25, 25))
     assert sent[:4] == [200, 200, 200, 30]
+
+
+@pytest.mark.parametrize("ranks", range(2, 9))
+@pytest.mark.parametrize("again", [1, 2, 3])
+def test_chunks_and_ends_of_any_block_join_to_its_runs(ranks: int, again: int) -> None:
+    """again: parts in which every run is cut further, so that it may lack more than one element of a chunk."""
+    for elements in range(ranks, 400, 7):
+        length = again * -(-elements // (ranks * again))
+        value = torch.arange(1.0, elements + 1).view(-1, 1)
+        if length * ranks == elements or not ends_are_small(value, ranks, length, 1 << 20):
+            continue
+        chunk, rows = elements // ranks, ends(value, ranks, length).view(ranks, -1, 1)
+        whole = torch.cat([value, value.new_zeros(ranks * length - elements, 1)]).view(ranks, length, 1)
+        for rank in range(ranks):
+            run = Run(length, rank)
+            assert run.joined("end", rows[rank]) is None
+            joined = run.joined("chunk", value[rank * chunk : (rank + 1) * chunk])
+            assert joined is not None
+            assert torch.equal(joined, whole[rank])
 
 
 def test_a_shard_of_runs_holds_no_memory_of_the_block() -> None:
