@@ -71,7 +71,7 @@ def fastest_within_limit(task: Task, joint: JointSearch, useless_from_s: float =
         else:
             budget = (best[0] + too_many_bytes) / 2
             if attempt == _TRIES - 1:
-                budget = min(max(budget, best[0] + limit - account_of(best[1]).peak_bytes), too_many_bytes)
+                budget = min(best[0] + limit - account_of(best[1]).peak_bytes, too_many_bytes)
             result = joint.within(budget, useless_from_s=useless_from_s)
             following = joint.smallest_so_far if isinstance(result, Shortage) else result
         if following is point or (best is not None and following.nbytes <= best[0]):
