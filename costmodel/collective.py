@@ -244,8 +244,7 @@ def dispatch_time_s(shape: Shape, nbytes: float, choices: int, ranks: int) -> fl
 
 
 def message_time_s(cluster: ClusterSpec, nbytes: float, ranks: tuple[int, int], senders: int) -> float:
-    """Seconds of a message between two ranks. senders: ranks of a node that send one at once, and share its link where that is
-    the node's."""
+    """Seconds of a message between two ranks. senders: ranks of a node that send one at once, and share its link if it is one."""
     shape, per_node = shape_on_levels(cluster.levels, ranks), cluster.levels[0].group_size
     share = min(1.0, senders / per_node) if shape and shape[-1][1].shared else 1.0
     return collective_time_s(cluster, "p2p", share * nbytes, ranks)

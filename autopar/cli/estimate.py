@@ -75,7 +75,7 @@ def read_model(args: argparse.Namespace) -> TransformerShape:
 
 def show(console: Console, e: Estimate, cluster: ClusterSpec) -> None:
     """One estimate as tables."""
-    table = Table(title=f"{cluster.name}: {cluster.size} x {cluster.device(0).name}", show_header=False)
+    table = Table(title=f"{cluster.name}: {cluster.size} x {cluster.pace(0, cluster.size).name}", show_header=False)
     table.add_row("step", f"{e.step_time_s:.4g} s")
     table.add_row("tokens/s per device", f"{e.tokens_per_s_per_device:,.0f}")
     table.add_row("model FLOPs utilisation", f"{e.mfu:.1%}")
@@ -89,7 +89,7 @@ def show(console: Console, e: Estimate, cluster: ClusterSpec) -> None:
     for kind, held in e.memory_bytes.items():
         if held:
             table.add_row(f"memory: {kind}", f"{held / 1e9:.2f} GB")
-    room = cluster.device(0).memory_bytes / 1e9
+    room = cluster.pace(0, cluster.size).memory_bytes / 1e9
     table.add_row("fits", f"{'yes' if e.fits else 'NO'} (device has {room:.1f} GB)")
     console.print(table)
 

@@ -290,7 +290,7 @@ def _tiers(program: Compiled) -> list[str]:
     counted, lines = program.account, []
     for tier in sorted({tier for peaks in counted.tier_peaks for tier in peaks}):
         peak = max(peaks.get(tier, 0.0) for peaks in counted.tier_peaks)
-        had = program.cluster.device(0).tier(tier).capacity_bytes
+        had = program.cluster.pace(0, program.cluster.size).tier(tier).capacity_bytes
         lines.append(f"memory tier {tier}: {size_text(peak)} per rank, of {size_text(had)}")
     for kind, tier in sorted({(move.kind, move.tier) for move in counted.moves}):
         moves = [m for m in counted.moves if (m.kind, m.tier) == (kind, tier)]

@@ -95,7 +95,7 @@ def reason(e: Estimate, plan: StepPlan) -> str:
 
 def infeasible(model: TransformerShape, cluster: ClusterSpec, least: float) -> str:
     """A text of the shortage: its kind, its size, and the least device count or storage that would do."""
-    device = cluster.device(0)
+    device = cluster.pace(0, cluster.size)
     state = 16 * model.params
     total = cluster.size * device.memory_bytes
     text = (

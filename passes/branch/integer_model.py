@@ -172,9 +172,11 @@ class GroupingModel:
             self.model.add_hint(var, int(chosen.get((s, g)) == i))
 
     def solve(self, time_limit_s: float) -> tuple[BranchSolution | None, float]:
-        """(best grouping found, lower bound of the total in seconds)."""
+        """(best grouping found, lower bound of the total in seconds). time_limit_s: of the solver's own clock, which counts work,
+        so that the grouping is the same on every machine."""
         solver = cp_model.CpSolver()
-        solver.parameters.max_time_in_seconds = time_limit_s
+        solver.parameters.max_deterministic_time = time_limit_s
+        solver.parameters.max_time_in_seconds = 10 * time_limit_s
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = 0
         status = solved(solver, self.model)

@@ -36,11 +36,15 @@ class DeviceSpan:
     starts: np.ndarray
 
     @classmethod
-    def of(cls, devices: int, first: int, end: int, link_groups: tuple[int, ...]) -> DeviceSpan:
+    def of(cls, devices: int, first: int, end: int, link_groups: tuple[tuple[int, ...], ...]) -> DeviceSpan:
         """The span of an option with so many devices, of the kind from device `first` on to `end`."""
         start = np.arange(max(end - devices, first - 1) + 1)
-        across = [(start + devices - 1) // n - start // n <= -(-devices // n) - 1 for n in link_groups]
-        return cls(devices, first, end - devices, np.logical_and.reduce([start >= first, *across]))
+        own = start >= first
+        across = [
+            np.searchsorted(g, start + devices - 1, "right") - np.searchsorted(g, start, "right") for g in link_groups
+        ]
+        least = [row <= row[own].min(initial=devices) for row in across]
+        return cls(devices, first, end - devices, np.logical_and.reduce([own, *least]))
 
 
 class Mixed:

@@ -81,8 +81,9 @@ class StageProblem:
     unit l. cuts: (L,) whether a stage may start at unit l (unit 0 always may). stages, boundaries: what the user fixed:
     how many stages, or the first units of all stages but the first. weights_apart: whether schedules may run the gradients
     of weights on their own; most_in_flight: what they may hold then beside what fits (None: any number). Where stages may
-    differ: no_idle: whether all devices are to be used. link_groups: how many neighbours links of each level join; a stage lies
-    across no more such groups than it has to, as the seconds of an option are those of a submesh that starts with a group.
+    differ: no_idle: whether all devices are to be used. link_groups: by level the first device of every group that its links
+    join; a stage lies across no more such groups than one of its kind has to, as the seconds of an option are those of a
+    submesh that starts with a group.
     """
 
     options: tuple[StageOption, ...]
@@ -97,7 +98,7 @@ class StageProblem:
     weights_apart: bool = False
     most_in_flight: InFlight | None = None
     no_idle: bool = False
-    link_groups: tuple[int, ...] = ()
+    link_groups: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         L = len(self.cuts)

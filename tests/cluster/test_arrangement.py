@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -80,6 +81,30 @@ def test_a_plan_is_read_back_for_the_machines_as_they_were_listed() -> None:
     again = program.with_plan(Plan.from_dict(program.plan.to_dict()))
     assert again.predicted.step_time_s == pytest.approx(program.predicted.step_time_s)
     assert "ranks count through " in program.report()
+
+
+def test_programs_of_several_shapes_of_batches_lie_on_the_same_machines() -> None:
+    cpu = device_preset("cpu")
+    slow = replace(cpu.slower(2), name="slow")
+    levels = ClusterSpec.homogeneous(devices=4, device="cpu", devices_per_node=2).levels
+    model, batch = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]), (torch.randn(16, 64), torch.randn(16, 64))
+    placements = []
+    for order in ((cpu, slow), (slow, cpu)):
+        program = autopar.compile(
+            model,
+            ClusterSpec("mixed", tuple((2, device) for device in order), levels),
+            batch,
+            loss_fn=nn.functional.mse_loss,
+            optimizer=torch.optim.SGD,
+            options=autopar.Options(pp=2),
+            buckets={"0": {0: (16, 8)}, "1": {0: (16, 8)}},
+        )
+        one, other = program.of_buckets
+        assert one.plan.placement == other.plan.placement
+        assert one.cluster == other.cluster
+        assert autopar.verify(program, model, batch).max_error <= 1e-9
+        placements.append(one.plan.placement)
+    assert sorted(placements) == [(), (2, 3, 0, 1)]
 
 
 def test_groups_of_links_stay_whole_whatever_their_size_and_rate() -> None:

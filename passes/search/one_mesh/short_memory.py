@@ -101,7 +101,7 @@ class _FasterPlans:
 def _offload_kinds(task: Task) -> list[frozenset[str]]:
     """The kinds of state that may rest in memory tiers: those of the options; or, where they leave it open and there
     are tiers, none, then more."""
-    if task.options.offload != "auto" or not task.cluster.device(0).tiers:
+    if task.options.offload != "auto" or not task.cluster.pace(0, task.cluster.size).tiers:
         return [task.setting.offload]
     return [kind.moves for kind in OFFLOAD_KINDS.values() if kind.tried]
 

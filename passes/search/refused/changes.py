@@ -185,7 +185,9 @@ def _offload(task: Task, batch: int) -> Iterator[_Attempt]:
             return
     else:
         cluster = cluster.with_tiers()
-        tiers = ", ".join(f"{t.name} {size_text(t.capacity_bytes)} per rank" for t in cluster.device(0).tiers)
+        tiers = ", ".join(
+            f"{t.name} {size_text(t.capacity_bytes)} per rank" for t in cluster.pace(0, cluster.size).tiers
+        )
         whence = f"usual memory tiers, as the cluster describes none ({tiers})"
     for kind in OFFLOAD_KINDS.values():
         if not (kind.proposed and kind.moves > forced_offload(task.options.offload)):

@@ -44,7 +44,7 @@ MOST_GROUPS = 6
 MOST_TRIED = 4
 """Groups of segments, and groupings that are made to fit, at most."""
 SOLVE_S = 5.0
-"""Seconds for one grouping of segments."""
+"""Seconds for one grouping of segments, of the solver's own clock."""
 _FASTER = 0.999
 """A plan with branches is one where it is faster by more than this."""
 _HOPE = 1.05

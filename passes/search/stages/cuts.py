@@ -213,7 +213,9 @@ class CutSearch:
             0.0,
             *held_apart(task, V),
             no_idle=True,
-            link_groups=tuple(level.group_size for level in task.cluster.levels),
+            link_groups=tuple(
+                level.starts or tuple(range(0, task.cluster.size, level.group_size)) for level in task.cluster.levels
+            ),
         )
 
     def _problems(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +20,10 @@ def cuts_of(L: int, p: int):
     for inner in itertools.combinations(range(1, L), p - 1):
         marks = (0, *inner, L)
         yield [(marks[k], marks[k + 1]) for k in range(p)]
+
+
+PAIRS, UNEVEN = tuple(range(0, 32, 2)), (0, 3, 4, 7, 11)
+"""First devices of groups of fast links: of two each, and of several sizes."""
 
 
 def random_problem(seed: int, L: int, kinds: int = 1, **changes) -> StageProblem:
@@ -56,7 +61,7 @@ def random_problem(seed: int, L: int, kinds: int = 1, **changes) -> StageProblem
         (one_f_one_b, all_at_once, twice_one_f_one_b, fewer_with_more_stages)[int(rng.integers(0, 4))],
         boundary_busy=float(rng.choice([0.0, 0.5, 1.0])),
         no_idle=bool(rng.random() < 0.3),
-        link_groups=((), (2,), (4, 2))[int(rng.integers(0, 3))],
+        link_groups=((), (PAIRS,), (PAIRS[::2], PAIRS), (UNEVEN,))[int(rng.integers(0, 4))],
     )
     return replace(problem, **changes)
 
@@ -82,14 +87,20 @@ def lies_on_devices(problem: StageProblem, chosen: tuple[int, ...]) -> bool:
 
 
 def starts_are_near(problem: StageProblem, chosen: tuple[int, ...]) -> bool:
-    """Whether no stage reaches into more groups of fast links than its devices take."""
+    """Whether no stage reaches into more groups of fast links than so many devices of its kind have to."""
+
+    def touched(groups: tuple[int, ...], start: int, n: int) -> int:
+        return len({bisect_right(groups, device) for device in range(start, start + n)})
+
     first = dict.fromkeys(range(len(problem.available)), 0)
     for o in chosen:
         kind, n = problem.options[o].kind, problem.options[o].devices
-        devices = range(start := sum(problem.available[:kind]) + first[kind], start + n)
+        begin, available = sum(problem.available[:kind]), problem.available[kind]
+        start = begin + first[kind]
         first[kind] += n
-        if any(len({d // size for d in devices}) > -(-n // size) for size in problem.link_groups):
-            return False
+        for groups in problem.link_groups:
+            if touched(groups, start, n) > min(touched(groups, begin + k, n) for k in range(available - n + 1)):
+                return False
     return True
 
 

@@ -23,6 +23,7 @@ from autopar.passes.stage import (
     solve_stages,
 )
 from autopar.passes.stage.bottleneck import distinct
+from autopar.passes.stage.mixed import DeviceSpan
 from autopar.passes.stage.uniform import runs_between
 
 from .brute_force import check_against_brute_force, cuts_of, random_problem, with_weights_apart
@@ -237,3 +238,12 @@ def test_runs_of_equal_layers_take_the_seconds_of_all_runs(seed: int) -> None:
     found = runs_between(unit_s, enter_s, 0.5, 4.0)
     expected = distinct(np.array([x for x in every if 0.5 * (1 - 1e-12) <= x <= 4.0 * (1 + 1e-12)]))
     assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_stage_on_small_nodes_lies_across_as_many_as_it_has_to() -> None:
+    """Eight devices on nodes of four, beside nodes of eight of another kind."""
+    span = DeviceSpan.of(8, 16, 24, ((0, 8, 16, 20),))
+    assert span.starts.tolist() == [False] * 16 + [True]
+    assert DeviceSpan.of(4, 16, 24, ((0, 8, 16, 20),)).starts.nonzero()[0].tolist() == [16, 20]
+    assert DeviceSpan.of(4, 0, 16, ((0, 8, 16, 20),)).starts.nonzero()[0].tolist() == [0, 1, 2, 3, 4, 8, 9, 10, 11, 12]
+    assert DeviceSpan.of(24, 0, 24, ((0, 8, 16, 20),)).starts.tolist() == [True]
