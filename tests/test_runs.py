@@ -54,9 +54,6 @@ def test_what_divides_by_no_number_of_ranks_is_shared_by_all(ranks: int, strateg
     equal_to_eager(program, 12 * ranks)
 
 
-<<<<<<< HEAD
-@pytest.mark.few(4)
-=======
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_ranks_may_be_more_than_elements(strategy: str) -> None:
     """A bias of two elements on seven ranks: five of them hold a zero that fills the run up."""
@@ -76,8 +73,7 @@ def test_ranks_may_be_more_than_elements(strategy: str) -> None:
     assert result.max_error <= 1e-9
 
 
-@pytest.mark.few(8)
->>>>>>> 12e6b1e5274a42ca896533f71d3f85955c77dfb5
+@pytest.mark.few(4)
 @pytest.mark.parametrize("ranks", [3, 5, 6, 7])
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("zoo", MODELS, ids=str)
@@ -255,18 +251,13 @@ def gpt2_xl(ranks: int, microbatches: int) -> autopar.ParallelProgram:
     return autopar.compile(gpt, cluster_of(ranks), (ids, ids), loss_fn=loss_fn, optimizer=ADAMW, options=options)
 
 
-<<<<<<< HEAD
-@pytest.mark.few(4)
-@pytest.mark.parametrize("make", [wide, gpt2_xl])
-=======
 def narrow(ranks: int, microbatches: int) -> autopar.ParallelProgram:
     """Biases that have fewer elements than there are ranks, at last."""
     return wide(ranks, microbatches, 701)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("make", [wide, narrow, gpt2_xl])
->>>>>>> 12e6b1e5274a42ca896533f71d3f85955c77dfb5
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 6, 7, 8, 24, 56, 96, 1000])
 def test_a_rank_holds_its_share_of_the_state(make: Any, ranks: int) -> None:
     """Parameters, gradients and Adam's moments: four numbers a parameter; gradients between microbatches are shards too."""
