@@ -101,7 +101,7 @@ def test_a_rank_that_does_not_help_is_idle_and_the_report_says_why() -> None:
     assert result.max_error <= 1e-9
 
 
-@pytest.mark.parametrize("rows", [2 * ROWS, ROWS, 24, 7])
+@pytest.mark.parametrize("rows", [ROWS, 7])
 def test_a_rank_more_never_makes_a_step_slower(rows: int) -> None:
     steps_s = [compiled(ranks, rows).predicted.step_time_s for ranks in range(1, 9)]
     assert steps_s == sorted(steps_s, reverse=True)

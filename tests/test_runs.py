@@ -52,6 +52,25 @@ def test_what_divides_by_no_number_of_ranks_is_shared_by_all(ranks: int, strateg
     equal_to_eager(program, 12 * ranks)
 
 
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_ranks_may_be_more_than_elements(strategy: str) -> None:
+    """A bias of two elements on seven ranks: five of them hold a zero that fills the run up."""
+    layers, x = nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 2)).double(), batch(56)[0][:, :5].contiguous()
+    program = autopar.compile(
+        layers,
+        autopar.ClusterSpec.local(7),
+        (x, x[:, :2].contiguous()),
+        loss_fn=nn.functional.mse_loss,
+        optimizer=ADAMW,
+        clip_grad_norm=0.1,
+        options=autopar.Options(strategy=strategy, microbatches=2),
+    )
+    assert in_runs(program) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    result = autopar.verify(program, layers, (x, x[:, :2].contiguous()))
+    assert result.ok
+    assert result.max_error <= 1e-9
+
+
 @pytest.mark.few(8)
 @pytest.mark.parametrize("ranks", [3, 5, 6, 7])
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
@@ -141,9 +160,9 @@ def test_streams_of_a_gpu_are_in_order(options: dict[str, Any]) -> None:
 
 
 class Wide(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dim: int = 4001) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4001, 4001) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -157,9 +176,9 @@ def cluster_of(ranks: int) -> autopar.ClusterSpec:
     return autopar.ClusterSpec.preset("dgx-h100", ranks // 8)
 
 
-def wide(ranks: int, microbatches: int) -> autopar.ParallelProgram:
+def wide(ranks: int, microbatches: int, dim: int = 4001) -> autopar.ParallelProgram:
     with torch.device("meta"):
-        wide, x = Wide(), torch.randn(8 * ranks, 4001)
+        wide, x = Wide(dim), torch.randn(8 * ranks, dim)
     options = autopar.Options(strategy="zero3", microbatches=microbatches)
     return autopar.compile(wide, cluster_of(ranks), (x,), optimizer=ADAMW, options=options)
 
@@ -174,8 +193,13 @@ def gpt2_xl(ranks: int, microbatches: int) -> autopar.ParallelProgram:
     return autopar.compile(gpt, cluster_of(ranks), (ids, ids), loss_fn=loss_fn, optimizer=ADAMW, options=options)
 
 
+def narrow(ranks: int, microbatches: int) -> autopar.ParallelProgram:
+    """Biases that have fewer elements than there are ranks, at last."""
+    return wide(ranks, microbatches, 701)
+
+
 @pytest.mark.few(8)
-@pytest.mark.parametrize("make", [wide, gpt2_xl])
+@pytest.mark.parametrize("make", [wide, narrow, gpt2_xl])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 6, 7, 8, 24, 56, 96, 1000])
 def test_a_rank_holds_its_share_of_the_state(make: Any, ranks: int) -> None:
     """Parameters, gradients and Adam's moments: four numbers a parameter; gradients between microbatches are shards too."""

@@ -43,7 +43,7 @@ def run_states(axes: tuple[tuple[str, int], ...], shape: tuple[int, ...]) -> Sta
         elements = math.prod(block.local_shape(shape, mesh))
         free = [axis for axis in letters.axes if axis not in block.axes]
         for run in (run for n in range(1, len(free) + 1) for run in combinations(free, n)):
-            if block.axes.union(run) not in taken and elements >= mesh.product(run):
+            if block.axes.union(run) not in taken and elements > 1:
                 spec = Spec(block.dims, (), run)
                 states += [(spec, spec), *((storage, spec) for storage in coarser[block])]
     return tuple(states)

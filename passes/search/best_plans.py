@@ -90,7 +90,7 @@ def _on_fewer(task: Task, batch: int) -> Iterator[Kind]:
         found: RankedPlans = []
         for smaller in (on_fewer_ranks(task, ranks) for ranks in numbers):
             rankings: dict[str, RankedPlans] = {}
-            for kind, search in _on_all(smaller, batch, rankings) if could_win(smaller, best_s) else ():
+            for kind, search in _on_all(smaller, batch, rankings) if could_win(task, smaller, best_s) else ():
                 for ranking in search(_best_s(rankings)):
                     rankings[kind] = ranking
             if (fastest_s := _best_s(rankings)) < NEAR * best_s:

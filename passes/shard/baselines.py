@@ -114,7 +114,7 @@ class Baseline:
 
     def _is_spread(self, name: str, spec: Spec) -> bool:
         """Whether every rank of the data axes has a shard of its own: along a dim of its own, where one divides by so many, else
-        a run of the elements, where there are as many."""
+        a run of the elements, if there are several."""
         axes, shape = self._data_axes_of(name), self.program.parameters[name].type.shape
         ranks = self.mesh.product(axes)
         shards = [self.mesh.product(a for a in dim if a in axes) for dim in spec.dims]
@@ -122,7 +122,7 @@ class Baseline:
         if any(n % ranks == 0 and n >= ranks for n in free):
             return max(shards) == ranks
         own = self.mesh.product(axis for dim in spec.dims for axis in dim if axis not in axes)
-        return spec.axes.issuperset(a for a in axes if self.mesh.sizes[a] > 1) or prod(shape) // own < ranks
+        return spec.axes.issuperset(a for a in axes if self.mesh.sizes[a] > 1) or prod(shape) // own < 2
 
 
 def _alike_along(axis: str, storage: Spec, optimizer: Spec) -> bool:

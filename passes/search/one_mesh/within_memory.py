@@ -2,7 +2,7 @@
 
 `autopar.passes.search.one_mesh.joint` counts bytes that rest and that backward waits for; bytes that live for a moment
 are known after lowering only. So what the joint search may use is found by bisection, between the bytes (as it counts
-them) of a plan whose peak fits and those of one whose peak does not.
+them) of a plan whose peak fits and those of one whose peak does not; at last as if a plan needed as much beside them as the best.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def fastest_within_limit(task: Task, joint: JointSearch, useless_from_s: float =
     limit = task.limit_at(point.problem.mesh)
     if point.nbytes > limit * _HOPELESS:
         too_many_bytes, point, first = point.nbytes, joint.smallest(), 1
-    for attempt in range(first, _TRIES):
+    for attempt in range(first, _TRIES + 1):
         if point.nbytes > limit * _HOPELESS:
             peak = point.nbytes
         else:
@@ -69,7 +69,10 @@ def fastest_within_limit(task: Task, joint: JointSearch, useless_from_s: float =
         elif too_many_bytes == math.inf or _little_to_gain(joint, *best, too_many_bytes):
             break
         else:
-            result = joint.within((best[0] + too_many_bytes) / 2, useless_from_s=useless_from_s)
+            budget = (best[0] + too_many_bytes) / 2
+            if attempt == _TRIES - 1:
+                budget = min(best[0] + limit - account_of(best[1]).peak_bytes, too_many_bytes)
+            result = joint.within(budget, useless_from_s=useless_from_s)
             following = joint.smallest_so_far if isinstance(result, Shortage) else result
         if following is point or (best is not None and following.nbytes <= best[0]):
             break

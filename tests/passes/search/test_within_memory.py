@@ -99,6 +99,14 @@ def test_between_what_fits_and_what_does_not_the_budget_is_halved() -> None:
     assert found.point.nbytes == 60, "its peak is 90 bytes, and a plan of 66 needs 99"
 
 
+def test_the_last_budget_is_what_the_peak_of_the_best_plan_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every plan needs 20 bytes beside what it counts: 66 bytes peak at 86, one less than the limit."""
+    monkeypatch.setattr(HandPoint, "peak", property(lambda self: self.nbytes + 20.0))
+    lowered: list[float] = []
+    assert fitted(HandJoint(), 87.0, lowered).point.nbytes == 67
+    assert lowered == [10, 55, 77, 66, 71, 67]
+
+
 def test_what_comes_out_fits_and_is_the_fastest_of_what_was_seen() -> None:
     for limit in range(15, 160, 5):
         lowered: list[float] = []
