@@ -80,7 +80,8 @@ class Block:
 
     def offset(self, factor: str) -> Offset | int:
         """Where this rank's block of `factor` starts (0 when it is not sharded)."""
-        return self._start(self.rule.factors[factor].size, self.axes_of(factor))
+        axes = self.axes_of(factor)
+        return self._start(self.rule.factors[factor].size, axes) if axes else 0
 
     def _start(self, size: int, axes: tuple[str, ...]) -> Offset | int:
         if not axes or self.mesh.product(axes) == 1:
