@@ -81,7 +81,7 @@ def op_choices(
         tuple(None if n is None else n[kept] for n in numbers) for numbers in (table.operands, table.results)
     )
     nbytes = tuple(
-        shards(mesh.axes, len(type_.shape)).of_bytes(type_.nbytes, numbers)
+        shards(mesh.axes, len(type_.shape)).of_bytes(type_, numbers)
         if type_ is not None and numbers is not None
         else np.zeros(len(kept))
         for type_, numbers in zip(call.results, results, strict=True)

@@ -16,6 +16,7 @@ import numpy as np
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.spec import REDUCTIONS, Spec
+from autopar.ir.types import TensorType
 from autopar.runtime.comm.mesh import Shares
 
 BIT = {op: 1 << i for i, op in enumerate(REDUCTIONS)}
@@ -69,9 +70,12 @@ class Shards:
     per_dim: np.ndarray
     total: np.ndarray
 
-    def of_bytes(self, nbytes: int, numbers: np.ndarray) -> np.ndarray:
-        """Bytes of a tensor that one rank holds under the specs with these numbers."""
-        return nbytes // self.total[numbers]
+    def of_bytes(self, type_: TensorType, numbers: np.ndarray) -> np.ndarray:
+        """Bytes of a tensor that one rank holds under the specs with these numbers, the one that holds most."""
+        if self.mesh.uneven:
+            specs, fits = self.letters.specs, self.divide(type_.shape)
+            return np.array([specs[n].local_bytes(type_, self.mesh) if fits[n] else 0 for n in numbers.tolist()])
+        return type_.nbytes // self.total[numbers]
 
     def divide(self, shape: Sequence[int]) -> np.ndarray:
         """Per spec whether it divides the dims of a tensor."""

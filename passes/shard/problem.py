@@ -181,7 +181,7 @@ class Problem:
             possible = self._possible(template.name, place)
             kept = self._kept(key, map(specs.__getitem__, possible.tolist()))
             numbers = possible if len(kept) == len(possible) and self.given is None else self._numbers(place.type, kept)
-            nbytes = calls * shards.of_bytes(place.type.nbytes, numbers) if counted else np.zeros(len(kept))
+            nbytes = calls * shards.of_bytes(place.type, numbers) if counted else np.zeros(len(kept))
             self._at[template.name, place.name] = self._add_held(key, kept, np.zeros(len(kept)), nbytes), numbers
 
     def _possible(self, template: str, place: Place) -> np.ndarray:

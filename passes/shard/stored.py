@@ -27,7 +27,7 @@ class Stored:
 
     def local_bytes(self, type_: TensorType, pricer: Pricer) -> np.ndarray:
         """Bytes on a rank of a tensor stored so."""
-        nbytes = pricer.shards(type_).of_bytes(type_.nbytes, self.numbers)
+        nbytes = pricer.shards(type_).of_bytes(type_, self.numbers)
         for i, spec in self.runs.items():
             nbytes[i] = spec.local_bytes(type_, pricer.mesh)
         return nbytes

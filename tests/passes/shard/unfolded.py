@@ -34,7 +34,7 @@ def unfolded_cost(program: ParallelProgram, pricer: Pricer) -> float:
             type_ = template.type_of(hub.value)
             if hub.value in template.params:
                 stored = stage.parameters[call.params[template.params.index(hub.value)]].storage
-                total += m * pricer.lattice(type_).cost(stored, planned.specs[hub.name])
+                total += m * pricer.convert_s(type_, stored, planned.specs[hub.name])
             else:
                 before = planned.specs[hub.source] if hub.source else value_spec(call.template, hub.value)
                 total += m * pricer.convert_s(type_, before, planned.specs[hub.name])
@@ -65,8 +65,8 @@ def unfolded_cost(program: ParallelProgram, pricer: Pricer) -> float:
         for slot, grad in enumerate(template.param_grads):
             if grad is not None and call.params[slot] in ir.trained:
                 target = stage.parameters[call.params[slot]].optimizer
-                lattice = pricer.lattice(template.type_of(grad), joined=BUCKETED)
-                total += lattice.cost(value_spec(call.template, grad), target)
+                type_, before = template.type_of(grad), value_spec(call.template, grad)
+                total += pricer.convert_s(type_, before, target, joined=BUCKETED)
     return total + _ends(program, pricer, value_spec)
 
 
@@ -96,7 +96,7 @@ def _ends(program: ParallelProgram, pricer: Pricer, value_spec: object) -> float
             total += m * pricer.convert_s(type_, Spec.replicated(0), stage.templates[owner.name].specs[tangent])
     for name in ir.trained:
         planned, type_ = stage.parameters[name], ir.parameters[name].type
-        total += pricer.lattice(type_, joined=GATHERED).cost(planned.optimizer, planned.storage)
+        total += pricer.convert_s(type_, planned.optimizer, planned.storage, joined=GATHERED)
         touched = 3 + 2 * program.setting.optimizer.ratio(name)
         total += touched * planned.optimizer.local_bytes(type_, pricer.mesh) * pricer.copy_s
     return total
