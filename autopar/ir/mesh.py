@@ -114,7 +114,7 @@ class Mesh:
 
     @staticmethod
     def from_dict(sizes: Mapping[str, int]) -> Mesh:
-        return Mesh(tuple((str(k), int(v)) for k, v in sizes.items()))
+        return Mesh(tuple((str(k), v if isinstance(v, Shares) else int(v)) for k, v in sizes.items()))
 
     @cached_property
     def sizes(self) -> dict[str, int]:

@@ -112,6 +112,11 @@ class Comm(ABC):
             raise RuntimeProgramError(f"a dim of size {size} cannot be split over {group}")
         return block
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds for which this rank, or its device, waited for messages so far."""
+        return 0.0
+
     def excused(self, why: str) -> AbstractContextManager[None]:
         """A context in which this rank may take its time, as files are slow: others wait, and nobody ends because of it."""
         return nullcontext()

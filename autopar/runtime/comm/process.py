@@ -261,6 +261,10 @@ class TorchComm(Comm):
         """The record of this process's last messages."""
         return self._job.flight
 
+    @property
+    def waited_s(self) -> float:
+        return self.flight.waited_s
+
     def excused(self, why: str) -> AbstractContextManager[None]:
         return self.flight.excused(why)
 

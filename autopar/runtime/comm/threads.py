@@ -66,6 +66,7 @@ class _World:
         self.shared: dict[tuple[str, int], dict[int, Any]] = {}
         self.mail: dict[tuple[int, int, int], deque[Tensor]] = {}
         self.bells = [threading.Semaphore(0) for _ in range(world_size)]
+        self.waited_s = [0.0] * world_size
         self.running = set(range(world_size))
         self.waiting: dict[int, tuple[object, Callable[[], str]]] = {}
         self.failure: tuple[int, BaseException] | None = None
@@ -93,12 +94,14 @@ class _World:
                     return
                 self.waiting[rank] = (subject, what)
                 self.check_deadlock()
-            if not self.bells[rank].acquire(timeout=max(0.0, self.deadline - time.monotonic())):
+            began = time.monotonic()
+            if not self.bells[rank].acquire(timeout=max(0.0, self.deadline - began)):
                 with self.lock:
                     if rank in self.waiting:
                         text = f"rank {rank} waited until the run's limit of {self.timeout_s:g} s; {self.report()}"
                         self.fail(rank, CollectiveTimeout(text))
                 self.bells[rank].acquire()
+            self.waited_s[rank] += time.monotonic() - began
 
     def check_open(self, rank: int) -> None:
         """Raises RuntimeProgramError where a rank is done and has not waited for all that it started: over Gloo what nobody waits
@@ -163,6 +166,10 @@ class ThreadComm(Comm):
     def _part(self, mesh: Mapping[str, int], first_rank: int, inside: bool) -> Comm | None:
         name = f"{self._name}{tuple(mesh.items())} from {first_rank}"
         return ThreadComm(self.rank, mesh, self._world, first_rank, name) if inside else None
+
+    @property
+    def waited_s(self) -> float:
+        return self._world.waited_s[self.rank]
 
     def _tell(self, text: str) -> list[str]:
         return self.hand_round(text)

@@ -32,12 +32,15 @@ class RunOptions:
         "medium" NVIDIA's GPUs compute them in TF32, and they are priced so. Anything but the default is set for the process.
     cudnn_benchmark: cuDNN tries its kernels for every convolution and takes the fastest, as `torch.backends.cudnn.benchmark`
         says; set for the process.
+    rebalance: ranks along the axis that batches take hold rows by *shares*, which follow the speeds that a run measures. Rows
+        move between steps and nothing that rests does.
     """
 
     compiler: Annotated[str, choice(COMPILERS)] = "auto"
     cuda_graphs: bool = False
     matmul_precision: Annotated[str, choice(("highest", "high", "medium"))] = "highest"
     cudnn_benchmark: bool = False
+    rebalance: bool = False
 
     def at_run_time(self) -> RunOptions:
         """The options that reach run time, without what a class derived from this one adds."""

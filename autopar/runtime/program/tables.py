@@ -93,6 +93,7 @@ class Pipeline:
             BoundaryTensor(Transfer(n, row["name"], row["kind"], row["source"], row["target"]), row, dtype)
             for n, row in enumerate(pipeline.TRANSFERS)
         ]
+        self.most_units = int(getattr(pipeline, "MOST_UNITS", 0))
         self.has_room = bool(getattr(pipeline, "HAS_ROOM", False))
         self.in_order = bool(getattr(pipeline, "IN_ORDER", False))
         self.conditions: Conditions = getattr(pipeline, "CONDITIONS", {})

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..comm.backends import backend_of
 from ..program.shapes import Shapes
 from .shape_variants import Form
-from .stage import Inputs, Stage, inputs_of
+from .stage import Cut, Inputs, Stage, inputs_of
 
 Place = tuple[int, int]
 """A stage and a microbatch."""
@@ -32,10 +32,11 @@ Rooms = list[Tensor | None]
 @dataclass(frozen=True)
 class Ready:
     """A batch that was read ahead. leaves: of the global batch; parts: this rank's inputs, in memory of their own; go_on: called
-    as soon as nothing but `parts` is read of it any more."""
+    as soon as nothing but `parts` is read of it any more; cuts: where stages took their parts, before rows may have moved."""
 
     leaves: Sequence[Tensor]
     parts: Mapping[Place, list[Tensor]]
+    cuts: Sequence[tuple[Stage, Sequence[list[Cut]]]] = ()
     go_on: Callable[[], None] = lambda: None
 
 
@@ -47,8 +48,9 @@ def made_ready(leaves: Sequence[Tensor], shapes: Shapes, forms: Sequence[Form]) 
     if [tuple(leaf.shape) for leaf in batch] != [like.shape for like in form.pipeline.inputs]:
         return None
     microbatches = range(form.pipeline.microbatches)
+    cuts = [(stage, stage.cuts) for stage in form.stages.values()]
     parts = {(i, m): stage.own_inputs(batch, m) for i, stage in form.stages.items() for m in microbatches}
-    return Ready(leaves, parts)
+    return Ready(leaves, parts, cuts)
 
 
 class NextInputs:
@@ -66,7 +68,8 @@ class NextInputs:
         """The inputs of a step that begins. given: its batch; shaped: in the shapes of its form; checked: as guards let it
         pass."""
         ready, self.ready = self.ready, None
-        if ready is None or not (_same(ready.leaves, given) and _same(shaped, checked)):
+        moved = ready is not None and any(stage.cuts is not cuts for stage, cuts in ready.cuts)
+        if ready is None or moved or not (_same(ready.leaves, given) and _same(shaped, checked)):
             return inputs_of(checked)
         inputs = self._arriving(ready.parts)
         ready.go_on()

@@ -41,6 +41,7 @@ from .buffer_copies import BufferCopies
 from .cuda_graphs import Capture, CudaCapture, StepGraph, say_why, why_not
 from .pipeline import Executor, join_microbatches, joined_shape
 from .ready import NextInputs
+from .rebalance import rebalancer
 from .same_data import SameData
 from .shape_variants import Form
 from .stage import Inputs, SliceReader
@@ -84,7 +85,7 @@ class Session(State):
         options: those that the program was compiled with; compare: see that all ranks are given the same batches."""
         rule, self.options = as_rule(update), options
         options.set_in_torch()
-        compiler = compiler_on(comm.device, options.compiler, options.cuda_graphs)
+        compiler = compiler_on(comm.device, options.compiler, options.cuda_graphs or options.rebalance)
         self.pipeline = Pipeline(pipeline, stages, dtype, compiler)
         self.comm = comm
         if comm.world_size != self.pipeline.world:
@@ -111,6 +112,7 @@ class Session(State):
         self.grads: dict[str, Tensor] = {}
         self.absent: frozenset[str] = frozenset()
         self.next_inputs = NextInputs(comm.device)
+        self.rebalancer = rebalancer(comm, self.pipeline, self.forms) if options.rebalance else None
         self.opt_params = {n: p for stage in self.stages.values() for n, p in stage.opt_params.items()}
         self.updater = self._updater(rule)
         for one in self.updater.optimizers:
@@ -258,6 +260,8 @@ class Session(State):
 
     def _begin(self, batch: Sequence[Tensor]) -> tuple[Form, Inputs]:
         """The form that is for a batch, and the inputs that it takes, before the actions of a step."""
+        if self.rebalancer is not None:
+            self.rebalancer.begin_step()
         if self.same_data is not None:
             self.same_data.take(batch, self.rt.step + 1)
         place, shaped = self.shapes.of(batch)
@@ -291,6 +295,8 @@ class Session(State):
             compile_met(met)
         for rt in self.rts:
             rt.step += advance
+        if self.rebalancer is not None and (said := self.rebalancer.end_step(self.rt.step)) and self.comm.rank == 0:
+            print(said, file=sys.stderr, flush=True)
 
     def _start_loss(self, form: Form, outputs: dict[int, list[list[Any]]]) -> Handle[Tensor]:
         """The loss of the batch, which its microbatches' add up to, from the stage that has it to every rank."""

@@ -76,7 +76,8 @@ class Stage:
         self.module, self.regions = tables.module, list[CompiledRegion]()
         if pipeline.compiler != "none":
             self.module, self.regions = compiled_stage(tables.module, self.rt, self.index)
-        self.cuts = [self._cuts(info, pipeline) for info in tables.inputs]
+        self.microbatches = pipeline.microbatches
+        self.cut_inputs()
         self.opt_params: dict[str, nn.Parameter] = {} if owner is None else owner.opt_params
         if pipeline.training and owner is None:
             for info in pipeline.optimized(self.index):
@@ -111,6 +112,10 @@ class Stage:
                 )
             fill(target, parts)
         self.refresh_optimizer_shards()
+
+    def cut_inputs(self) -> None:
+        """Find where this rank's parts of the batch lie, under the shares that the mesh has now."""
+        self.cuts = [self._cuts(info) for info in self.tables.inputs]
 
     def inputs(self, batch: Sequence[Tensor], microbatch: int) -> list[Tensor]:
         """This rank's part of a microbatch's leaves."""
@@ -219,15 +224,15 @@ class Stage:
         axes = run_axes(info.shape, info.opt_spec)
         return view if axes == run_axes(info.shape, info.spec) else run_view(view, self.comm, axes)
 
-    def _cuts(self, info: TensorInfo, pipeline: Pipeline) -> list[Cut]:
+    def _cuts(self, info: TensorInfo) -> list[Cut]:
         """Where this rank's part of every microbatch lies in the whole batch's leaf."""
         whole = local_slices(info.shape, info.spec, self.comm, f"input {info.name}")
         if info.batch_dim is None:
-            return [whole] * pipeline.microbatches
+            return [whole] * self.microbatches
         dim, size = info.batch_dim, info.shape[info.batch_dim]
         return [
             (*whole[:dim], slice(whole[dim].start + m * size, whole[dim].stop + m * size), *whole[dim + 1 :])
-            for m in range(pipeline.microbatches)
+            for m in range(self.microbatches)
         ]
 
 

@@ -60,5 +60,6 @@ def prepare_unsent(stage: Stage, available: Mapping[str, tuple[tuple[int, ...], 
 
 def _entry_name(stage: Stage, name: str, left: int) -> str:
     row = stage.tables.parameters[name]
-    layout = repr((stage.comm.mesh, row.opt_spec, stage.tables.gradients[name].steps))
+    mesh = {axis: int(size) for axis, size in stage.comm.mesh.items()}  # whatever rows ranks hold
+    layout = repr((mesh, row.opt_spec, stage.tables.gradients[name].steps))
     return f"{_PREFIX}.{stage.index}.{left}.{hashlib.sha256(layout.encode()).hexdigest()[:8]}.{name}"
