@@ -112,13 +112,13 @@ def test_a_factory_that_makes_no_optimizer(optimizer: Any, says: str) -> None:
 @pytest.mark.parametrize(
     ("ranks", "options", "says"),
     [
-        (3, {"mesh": {"dp": 3}}, "batch of 8 (input 0) is not divisible by dp=3"),
+        (16, {"mesh": {"dp": 16}}, "batch of 8 (input 0) has fewer rows than dp=16"),
         (2, {"microbatches": 3}, "batch of 8 (input 0) is not divisible by microbatches=3; choose a divisor of 8"),
-        (4, {"microbatches": 4, "mesh": {"dp": 4}}, "is not divisible by dp=4 times microbatches=4"),
-        (3, {"strategy": "dp"}, "is not divisible by dp=3"),
+        (4, {"microbatches": 4, "mesh": {"dp": 4}}, "has fewer rows than dp=4 times microbatches=4"),
+        (16, {"strategy": "dp"}, "has fewer rows than dp=16"),
     ],
 )
-def test_a_batch_that_does_not_divide(ranks: int, options: dict, says: str) -> None:
+def test_a_batch_that_cannot_be_cut(ranks: int, options: dict, says: str) -> None:
     assert says in message(InputError, lambda: build(cluster=ranks, options=Options(**options)))
 
 

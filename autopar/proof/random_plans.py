@@ -15,9 +15,9 @@ from autopar.passes.price.pricer import Pricer, Pricers
 from autopar.passes.schedule import SCHEDULES
 from autopar.passes.search.pieces import PIECES, in_pieces
 from autopar.passes.shard.graph import FactorGraph
-from autopar.passes.shard.meshes import balanced
 from autopar.passes.shard.plans import stage_plan
 from autopar.passes.shard.problem import Problem
+from autopar.passes.shard.uneven import balanced
 from autopar.plan import OVERLAPS, Plan
 from autopar.program import ParallelProgram
 from autopar.runtime.comm.mesh import Shares
@@ -133,7 +133,7 @@ def with_shares(mesh: Mesh, program: Program, rng: random.Random) -> Mesh:
         fit = sorted(size for size in found if ranks < size <= MOST_UNITS)
         if ranks > 1 and fit:
             units = rng.sample(fit, min(len(fit), rng.randint(1, 2)))
-            shares = ([*balanced(n, ranks).units[0]] if rng.random() < 0.5 else _composition(n, ranks, rng) for n in units)
+            shares = (balanced(n, ranks) if rng.random() < 0.5 else _composition(n, ranks, rng) for n in units)
             ranks = Shares(*shares)
         axes.append((axis, ranks))
     return Mesh(tuple(axes), mesh.offset)

@@ -25,8 +25,8 @@ States = tuple[tuple[Spec, Spec], ...]
 
 
 def run_states(axes: tuple[tuple[str, int], ...], shape: tuple[int, ...]) -> States:
-    """How a trained parameter may be stored and updated with runs: those of every block over axes that no dims can take together
-    with its own, which are stored too, or of which the optimizer's state is beside a coarser block."""
+    """How a trained parameter may be stored and updated with runs: those of every block over axes that no dims can take in equal
+    parts together with its own, which are stored too, or of which the optimizer's state is beside a coarser block."""
     if not shape:
         return ()
     on_mesh, mesh = shards(axes, len(shape)), Mesh(axes)
@@ -34,9 +34,10 @@ def run_states(axes: tuple[tuple[str, int], ...], shape: tuple[int, ...]) -> Sta
     blocks = [
         s for s, fits, owes in zip(letters.specs, divides, letters.owed.tolist(), strict=True) if fits and not owes
     ]
-    taken, coarser = {block.axes for block in blocks}, dict[Spec, list[Spec]]()
+    uneven = {s for s in blocks if s.is_uneven(shape, mesh)}
+    taken, coarser = {block.axes for block in blocks if block not in uneven}, dict[Spec, list[Spec]]()
     for a, b in zip(*(n.tolist() for n in refinements(letters)), strict=True):
-        if divides[a] and divides[b]:
+        if divides[a] and divides[b] and (a == b or letters.specs[b] not in uneven):
             coarser.setdefault(letters.specs[b], []).append(letters.specs[a])
     states = []
     for block in blocks:

@@ -121,6 +121,8 @@ class Baseline:
         free = [n for n, dim in zip(shape, spec.dims, strict=True) if set(dim) <= set(axes)]
         if any(isinstance(self.mesh.blocks(n, axes), int) and n >= ranks for n in free):
             return max(shards) == ranks
+        if any(not set(dim).isdisjoint(axes) and self.mesh.is_uneven(n, dim) for n, dim in zip(shape, spec.dims, strict=True)):
+            return False
         own = self.mesh.product(axis for dim in spec.dims for axis in dim if axis not in axes)
         return spec.axes.issuperset(a for a in axes if self.mesh.sizes[a] > 1) or prod(shape) // own < ranks
 

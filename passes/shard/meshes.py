@@ -17,10 +17,8 @@ from autopar.cluster import ClusterSpec
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.options import Options
-from autopar.runtime.comm.mesh import Shares
+from autopar.passes.shard.uneven import for_rows
 
-DATA = ("replica", "dp")
-"""Axes that batches take."""
 REPLICA = "replica"
 """The axis over the odd part of a number of ranks."""
 
@@ -34,29 +32,6 @@ EXPERTS = "ep"
 def odd_part(n: int) -> int:
     """The odd part of n: n without its factors of two (3 of 96)."""
     return n // (n & -n)
-
-
-def balanced(rows: int, ranks: int) -> Shares:
-    """The axis of so many ranks along which rows are held as equally as they can be, the first ranks having one more."""
-    fewest, more = divmod(rows, ranks)
-    return Shares([fewest + 1] * more + [fewest] * (ranks - more))
-
-
-def for_rows(mesh: Mesh, rows: int | None) -> Mesh:
-    """The mesh, whose first axis that batches take holds rows unequally where they do not divide by its ranks."""
-    if rows is None:
-        return mesh
-    axes = list(mesh.axes)
-    for place, (axis, ranks) in enumerate(axes):
-        if axis in DATA and ranks > 1 and not isinstance(ranks, Shares):
-            if rows % ranks == 0:
-                rows //= ranks
-            elif rows > ranks:
-                axes[place] = axis, balanced(rows, ranks)
-                break
-            else:
-                break
-    return Mesh(tuple(axes), mesh.offset)
 
 
 def candidate_meshes(

@@ -309,6 +309,9 @@ class Problem:
         divides, specs = shards.divide(type_.shape), shards.letters.specs
         coarse, fine = refinements(shards.letters)
         possible = divides[coarse] & divides[fine] & (updated | (coarse == fine))
+        if self.mesh.uneven:  # ranks share equally what no op wants in unequal blocks
+            even = np.array([not spec.is_uneven(type_.shape, self.mesh) for spec in specs])
+            possible &= even[fine] | (coarse == fine)
         whole = next((n for n in group.names if n in self.setting.optimizer.whole), None)
         if whole is not None:
             possible &= fine == 0

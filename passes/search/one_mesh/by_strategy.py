@@ -19,6 +19,7 @@ from autopar.passes.shard.meshes import REPLICA, candidate_meshes, rows_of
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.solve import Shortage
 from autopar.passes.shard.solve_mesh import solve_mesh
+from autopar.passes.shard.uneven import for_units
 
 _BUDGETS = 4
 """Budgets that are tried in turn."""
@@ -89,6 +90,7 @@ def _on_meshes(task: Task, budget: float, policy: str) -> tuple[list[PricedPlan]
             return None
 
     meshes = candidate_meshes(task.cluster, task.options, rows=rows_of(task.program))
+    meshes += [uneven for mesh in meshes if (uneven := for_units(mesh, task.program, task.rules)) is not None]
     questions = [(mesh, strategy) for mesh in meshes for strategy in _strategies(asked, mesh, task.layout is not None)]
     with task.workers.answers(solved, questions) as results:
         for (_, strategy), result in zip(questions, results, strict=True):

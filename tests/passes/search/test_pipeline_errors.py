@@ -62,7 +62,7 @@ def piped(cluster: int = 4, **options: Any) -> autopar.Program:
             {"pp": 2, "microbatches": 3},
             "batch of 8 (input 0) is not divisible by microbatches=3; choose a divisor of 8",
         ),
-        (4, {"pp": 2, "microbatches": 8, "strategy": "zero3"}, "is not divisible by dp=2 times microbatches=8"),
+        (4, {"pp": 2, "microbatches": 8, "strategy": "zero3"}, "has fewer rows than dp=2 times microbatches=8"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
