@@ -169,6 +169,11 @@ class Options(RunOptions):
             check(self, "Options")
         except SchemaError as error:
             raise InputError(str(error)) from None
+        if self.rebalance and (self.cuda_graphs or self.compiler == "inductor"):
+            raise InputError(
+                "Options.rebalance moves rows between ranks; what cuda_graphs capture and compiler='inductor' compiles is for the rows "
+                "that ranks have at first; leave one of them out"
+            )
 
     def forced_mesh(self, ranks: int, cluster_ranks: int) -> Mesh | None:
         """The mesh that is asked for, of the whole cluster or of a stage of `ranks` ranks. Raises InputError where its

@@ -68,20 +68,22 @@ class Extent(int):
 
 @lru_cache(maxsize=65536)
 def _blocks(size: int, ranks: tuple[int, ...]) -> tuple[int, ...] | int | None:
-    """Lengths of blocks by rank, or of all, of a dim cut by axes of these sizes, major first; None where it does not divide."""
+    """Lengths of blocks by rank, or of all, of a dim cut by axes of these sizes, major first; None where it does not divide.
+
+    Axes inside one that is cut by shares cut a unit, so blocks divide under any shares of as many units."""
     every: tuple[int, ...] | int = size
+    unit = size
     for n in ranks:
-        parts = {length: cut(length, n) for length in ({every} if isinstance(every, int) else set(every))}
-        if any(part is None for part in parts.values()):
+        part = cut(unit, n)
+        if part is None or not (isinstance(every, int) or isinstance(part, int)):
             return None
-        if isinstance(every, int) and isinstance(parts[every], int):
-            every = parts[every]  # type: ignore[assignment]
-            continue
-        longer: list[int] = []
-        for length in (every,) if isinstance(every, int) else every:
-            part = parts[length]
-            longer += part if isinstance(part, tuple) else [part] * n  # type: ignore[list-item]
-        every = tuple(longer)
+        if isinstance(part, tuple):
+            assert isinstance(n, Shares)
+            every, unit = part, unit // sum(n.fitting(unit))
+        elif isinstance(every, int):
+            every = unit = part
+        else:
+            every, unit = tuple(length // n for length in every for _ in range(n)), part
     return every
 
 
@@ -158,7 +160,8 @@ class Mesh:
         """The length of a rank's block of a dim over axes; None where it does not divide."""
         lengths = self.blocks(size, axes)
         if isinstance(lengths, tuple):
-            return Extent(min(lengths) if self._seen_by_least else max(lengths), size, axes)
+            longest, shortest = max(lengths), min(lengths)
+            return Extent(min(shortest, max(longest - 1, 1)) if self._seen_by_least else longest, size, axes)
         return lengths
 
     def parts(self, size: int, axes: tuple[str, ...]) -> int | Fraction:
@@ -168,7 +171,7 @@ class Mesh:
 
     @cached_property
     def seen_by_least(self) -> Mesh:
-        """The same mesh, whose extents are as numbers those of the shortest blocks."""
+        """The same mesh, whose extents are as numbers those of the shortest blocks, or shorter, as shares may be equal."""
         mesh = Mesh(self.axes, self.offset)
         vars(mesh)["_seen_by_least"] = True
         return mesh

@@ -16,7 +16,9 @@ from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.structure import parameter_groups
 from autopar.passes.shard.baselines import Baseline
 from autopar.passes.shard.graph import Key
+from autopar.passes.shard.uneven import DATA
 from autopar.plan import ParameterPlan
+from autopar.runtime.comm.mesh import Shares
 
 Allowed = Callable[[Key, Any], bool]
 """Whether a variable may take a state."""
@@ -36,11 +38,26 @@ def allowed_states(
         Baseline(strategy, program, mesh, rules).allows if strategy != "auto" else None,
         _by_group(program, constraint_filter(program, mesh, constraints)),
         _by_group(program, _storage_filter(stored)),
+        _equally_at_rest(program, mesh),
     ]
     given = [f for f in filters if f is not None]
     if len(given) < 2:
         return given[0] if given else None
     return lambda key, state: all(f(key, state) for f in given)
+
+
+def _equally_at_rest(program: Program, mesh: Mesh) -> Allowed | None:
+    """Nothing rests in unequal blocks along axes that batches take, as rows may move along them between steps."""
+    moving = {axis for axis, size in mesh.axes if axis in DATA and isinstance(size, Shares)}
+
+    def allowed(key: Key, state: Any) -> bool:
+        if key[0] != "param":
+            return True
+        shape = program.parameters[key[1]].type.shape
+        dims = (zip(shape, spec.dims, strict=True) for spec in state)
+        return not any(moving & set(axes) and mesh.is_uneven(n, axes) for spec in dims for n, axes in spec)
+
+    return allowed if moving else None
 
 
 def _storage_filter(stored: Mapping[str, ParameterPlan]) -> Allowed | None:

@@ -31,7 +31,8 @@ from autopar.passes.batch.dims import batch_dims, batch_factors
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.shard.graph import Key
 from autopar.passes.shard.megatron import AxisChoices, OpKey, context_parallel, expert_parallel, tensor_parallel
-from autopar.passes.shard.meshes import CONTEXT, EXPERTS
+from autopar.passes.shard.meshes import CONTEXT
+from autopar.passes.shard.uneven import EXPERTS
 
 
 class Baseline:

@@ -25,8 +25,6 @@ REPLICA = "replica"
 
 CONTEXT = "cp"
 """The axis whose ranks share sequences."""
-EXPERTS = "ep"
-"""The axis along which rows travel to their experts."""
 
 
 def odd_part(n: int) -> int:
@@ -45,7 +43,7 @@ def candidate_meshes(
     whole, ranks = ranks is None, cluster.size if ranks is None else ranks
     forced = options.forced_mesh(ranks, cluster.size)
     if forced is not None:
-        return [for_rows(forced, rows)]
+        return [for_rows(forced, rows, options.rebalance)]
     meshes = [Mesh.of(dp=ranks)]
     fast = cluster.levels[0].group_size if cluster.levels else ranks
     inner = sorted({k for k in (2, 4, 8, fast) if 1 < k < ranks and ranks % k == 0 and k <= fast}, reverse=True)
@@ -56,7 +54,7 @@ def candidate_meshes(
     odd = odd_part(ranks)
     if 1 < odd < ranks and (odd, ranks // odd) not in {tuple(mesh.sizes.values()) for mesh in meshes}:
         meshes.append(Mesh.of(**{REPLICA: odd, "dp": ranks // odd}))
-    return [for_rows(mesh, rows) for mesh in meshes]
+    return [for_rows(mesh, rows, options.rebalance) for mesh in meshes]
 
 
 def _context_meshes(ranks: int, rows: int, fast: int, inner: Sequence[int]) -> list[Mesh]:

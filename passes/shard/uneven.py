@@ -8,6 +8,8 @@ alike.
 
 from __future__ import annotations
 
+import math
+
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ops.registry import find
@@ -16,6 +18,8 @@ from autopar.runtime.comm.mesh import Shares
 
 DATA = ("replica", "dp")
 """Axes that batches take."""
+EXPERTS = "ep"
+"""The axis along which rows travel to their experts."""
 _MOST_LISTS = 4
 """Lists of units that an axis has at most."""
 
@@ -26,19 +30,27 @@ def balanced(units: int, ranks: int) -> list[int]:
     return [fewest + 1] * more + [fewest] * (ranks - more)
 
 
-def for_rows(mesh: Mesh, rows: int | None) -> Mesh:
+def for_rows(mesh: Mesh, rows: int | None, rebalance: bool = False) -> Mesh:
     """The mesh with shares of the rows along the first axis that batches take whose ranks do not divide them. rows: of a
-    microbatch (None: not known)."""
+    microbatch (None: not known); rebalance: they may move along that axis between steps, so it has shares, equal ones, also where
+    they divide."""
     axes = list(mesh.axes)
     for place, (axis, ranks) in enumerate(axes):
         if rows is None or isinstance(ranks, Shares) or rows < ranks:
             break
         if axis in DATA and ranks > 1:
-            if rows % ranks:
-                axes[place] = axis, Shares(balanced(rows, ranks))
+            units = _units(rows, axes[place + 1 :]) if rebalance else rows
+            if rows % ranks or (rebalance and units > ranks):
+                axes[place] = axis, Shares(balanced(units, ranks))
                 break
             rows //= ranks
     return Mesh(tuple(axes), mesh.offset)
+
+
+def _units(rows: int, inner: list[tuple[str, int]]) -> int:
+    """Units that rows move in, each of which divides by the axes inside that take rows too, where that is possible."""
+    ranks = math.prod(n for axis, n in inner if axis in (*DATA, EXPERTS))
+    return rows if rows % ranks else rows // ranks
 
 
 def for_units(mesh: Mesh, program: Program, rules: RuleBook) -> Mesh | None:

@@ -46,13 +46,14 @@ class Shares(int):
         size.units = tuple(tuple(map(int, one)) for one in units)
         return size
 
+    def fitting(self, size: int) -> tuple[int, ...]:
+        """The first list of units that a dim of this size is a multiple of; none where there is none."""
+        return next((units for units in self.units if size and size % sum(units) == 0), ())
+
     def of(self, size: int) -> tuple[int, ...] | None:
-        """What each rank holds of a dim of this size, by the first list that fits it; None where none does."""
-        for units in self.units:
-            times, rest = divmod(size, sum(units))
-            if not rest and size:
-                return tuple(n * times for n in units)
-        return None
+        """What each rank holds of a dim of this size, by the list that fits it; None where none does."""
+        units = self.fitting(size)
+        return tuple(n * (size // sum(units)) for n in units) or None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Shares) and self.units == other.units

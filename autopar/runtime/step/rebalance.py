@@ -33,6 +33,12 @@ BETTER = 1.05
 IN_A_ROW = 2
 
 
+def show(units: Sequence[int]) -> str:
+    """`10:10:4`."""
+    shown = ":".join(map(str, units[:16]))
+    return shown if len(units) <= 16 else f"{shown}:…"
+
+
 class RebalanceWarning(UserWarning):
     """Rows stay where they are."""
 

@@ -1,0 +1,172 @@
+"""Rows that move between ranks while a program runs: losses stay, slow ranks get less, and what cannot move says why."""
+
+from __future__ import annotations
+
+import functools
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.errors import InputError
+from autopar.runtime.comm.mesh import Shares
+from autopar.runtime.step.rebalance import EVERY, RebalanceWarning, Rebalancer
+from autopar.runtime.step.session import Session
+
+ROWS = 24
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
+
+
+class Net(nn.Module):
+    """Blocks with dropout, whose inner dims are multiples of the batch's rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = lambda: nn.Sequential(nn.Linear(24, 48), nn.GELU(), nn.Dropout(0.1), nn.Linear(48, 24))  # noqa: E731
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return (x - y).square().mean()
+
+
+def compiled(ranks: int = 3, rows: int = ROWS, rebalance: bool = True, **options: Any) -> autopar.ParallelProgram:
+    torch.manual_seed(0)
+    options = autopar.Options(rebalance=rebalance, **options)
+    cluster = autopar.ClusterSpec.local(ranks)
+    return autopar.compile(Net().double(), cluster, batch(rows), optimizer=ADAMW, options=options)
+
+
+def batch(rows: int = ROWS) -> tuple[torch.Tensor, ...]:
+    draw = torch.Generator().manual_seed(1)
+    return tuple(torch.randn(rows, 24, dtype=torch.float64, generator=draw) for _ in range(2))
+
+
+def moving(session: Session) -> Rebalancer:
+    assert session.rebalancer is not None
+    return session.rebalancer
+
+
+@functools.cache
+def alone(rows: int, microbatches: int) -> list[float]:
+    """The losses of one rank."""
+    program = compiled(1, rows, rebalance=False, microbatches=microbatches)
+    return [loss.item() for loss in program.run([batch(rows)] * 8).losses]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "dp"},
+        {"strategy": "zero1"},
+        {"strategy": "zero2", "microbatches": 2},
+        {"strategy": "zero3"},
+        {"ranks": 6, "mesh": {"dp": 3, "tp": 2}},
+        {"ranks": 6, "mesh": {"replica": 3, "dp": 2}, "strategy": "zero3"},
+        {"ranks": 2, "rows": 25},
+    ],
+    ids=str,
+)
+def test_losses_are_those_of_an_even_run_whatever_moves(options):
+    program = compiled(**options)
+
+    def body(session: Session) -> list[float]:
+        own, losses = moving(session), []
+        units = own.units
+        for step in range(8):
+            if step in (2, 4):
+                others = sum(units) - (len(units) - 1)
+                own.set_units((others, *[1] * (len(units) - 1)) if step == 2 else (*[1] * (len(units) - 1), others))
+            losses.append(session.train_step(batch(options.get("rows", ROWS))).item())
+        return losses
+
+    found = program.on_ranks(body)[0]
+    assert found == pytest.approx(alone(options.get("rows", ROWS), program.plan.microbatches), rel=1e-9)
+
+
+def test_nothing_rests_by_shares_though_its_dims_are_multiples_of_the_rows():
+    for strategy in ("zero1", "zero3", "auto"):
+        (stage,) = compiled(strategy=strategy).plan.stages
+        assert any(isinstance(size, Shares) for _, size in stage.mesh.axes)
+        for plan in stage.parameters.values():
+            assert all("dp" not in axes for spec in (plan.storage, plan.optimizer) for axes in spec.dims)
+
+
+def slowed(session: Session, row_s: dict[int, float]) -> None:
+    """From now on this rank takes so long for each of its rows."""
+    compute = type(session)._compute
+
+    def slow(*args: Any) -> Any:
+        time.sleep(row_s[session.comm.rank] * session.comm.block_size(ROWS, "dp"))
+        return compute(session, *args)
+
+    session._compute = slow  # type: ignore[method-assign]
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_becomes_slow_is_noticed_within_50_steps(capsys):
+    def body(session: Session) -> tuple[list[float], list[Any]]:
+        losses = []
+        slowed(session, dict.fromkeys(range(3), 1e-3))
+        for step in range(EVERY + 55):
+            if step == EVERY + 5:
+                slowed(session, {0: 1e-3, 1: 1e-3, 2: 6e-3})
+            losses.append(session.train_step(batch()).item())
+        return losses, moving(session).moves
+
+    ranks = compiled(strategy="dp").on_ranks(body)
+    losses, moves = ranks[0]
+    assert all(moved == moves for _, moved in ranks)
+    assert moves[0].before == (8, 8, 8)
+    assert moves[-1].after[2] <= 3
+    even = compiled(strategy="dp", rebalance=False).run([batch()], steps=len(losses)).losses
+    assert losses == pytest.approx([loss.item() for loss in even], rel=1e-9)
+    assert "rows move along dp, 8:8:8 becomes" in capsys.readouterr().err
+
+
+def consider(*tellings: tuple[float, ...], most: int = ROWS) -> list[tuple[int, ...]]:
+    """The units after each telling."""
+
+    def body(session: Session) -> list[tuple[int, ...]]:
+        own, found = moving(session), []
+        own._most = most
+        for busy_s in tellings:
+            own.consider(1, busy_s)
+            found.append(own.units)
+        return found
+
+    return compiled(strategy="dp").on_ranks(body)[0]
+
+
+def test_rows_move_when_others_were_better_twice_in_a_row():
+    slow = (1.0, 1.0, 3.0)
+    assert consider(slow, (1.0, 1.0, 1.02), slow) == [(8, 8, 8)] * 3
+    assert consider(slow, slow) == [(8, 8, 8), (11, 10, 3)]
+    assert consider((1.0, 1.0, 1.04), (1.0, 1.0, 1.04)) == [(8, 8, 8)] * 2
+
+
+def test_no_rank_gets_more_rows_than_it_has_room_for():
+    assert consider((1.0, 1.0, 3.0), (1.0, 1.0, 3.0), most=9) == [(8, 8, 8), (9, 9, 6)]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [({"rows": 4, "ranks": 4, "mesh": {"dp": 4}}, "no axis"), ({"ranks": 2, "pp": 2}, "a pipeline")],
+)
+def test_a_program_whose_rows_cannot_move_says_why_and_runs(options, why):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compiled(**options).run([batch(options.get("rows", ROWS))])
+    (said,) = [str(one.message) for one in caught if isinstance(one.message, RebalanceWarning)]
+    assert said.startswith(f"rows do not move between ranks: {'the program is ' if 'pp' in options else ''}{why}")
+
+
+@pytest.mark.parametrize("options", [{"compiler": "inductor"}, {"cuda_graphs": True}])
+def test_what_is_made_for_certain_rows_is_refused_beside_it(options):
+    with pytest.raises(InputError, match=r"Options\.rebalance"):
+        autopar.Options(rebalance=True, **options)
