@@ -362,17 +362,18 @@ def emit(
     checked = time.perf_counter()
     decision = _decision(task, best, candidates[1:])
     way = by_node(lowered, task.cluster, best.plan.placement)
-    emitted = _printed(lowered, captured.program, type(request.model).__name__, way)
+    most_units = task.most_units(best.plan, decision.account)
+    emitted = _printed(lowered, captured.program, type(request.model).__name__, way, most_units)
     timings = {**seconds, "lower_s": seconds["lower_s"] + checked - started, "emit_s": time.perf_counter() - checked}
     return ParallelProgram(request, captured, decision, emitted, timings, compile_again)
 
 
-def _printed(lowered: LoweredProgram, program: Program, name: str, way: ByNode) -> Emitted:
-    """The lines as text. name: of the model; way: that collectives go."""
+def _printed(lowered: LoweredProgram, program: Program, name: str, way: ByNode, most_units: int) -> Emitted:
+    """The lines as text. name: of the model; way: that collectives go; most_units: of `Task`."""
     sources = stage_sources(lowered.stages, lambda stage: f"Stage {stage.index} of {name} on {stage.mesh}.")
     ranks = sum(lowered.stages[group[0]].mesh.size for group in lowered.graph.groups)
     title = f"The pipeline of {name} on {ranks} ranks."
-    return Emitted(lowered, sources, pipeline_source(lowered, program, title, by_node=way), way)
+    return Emitted(lowered, sources, pipeline_source(lowered, program, title, by_node=way, most_units=most_units), way)
 
 
 def _decision(task: Task, best: PricedPlan, others: Sequence[PricedPlan]) -> Decision:

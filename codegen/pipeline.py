@@ -20,9 +20,14 @@ from autopar.runtime.comm.mesh import told_sizes
 
 
 def pipeline_source(
-    lowered: LoweredProgram, program: Program, title: str, dtypes: Dtypes | None = None, by_node: ByNode = ALL_FLAT
+    lowered: LoweredProgram,
+    program: Program,
+    title: str,
+    dtypes: Dtypes | None = None,
+    by_node: ByNode = ALL_FLAT,
+    most_units: int = 0,
 ) -> str:
-    """The file. by_node: the collectives that go by node."""
+    """The file. by_node: the collectives that go by node; most_units: of rows that a rank has room for (0: rows do not move)."""
     printer = Printer(dtypes)
     microbatches = lowered.stages[0].microbatches
     transfers = [
@@ -36,6 +41,7 @@ def pipeline_source(
         title=title,
         world=sum(lowered.stages[g[0]].mesh.size for g in lowered.graph.groups),
         microbatches=microbatches,
+        most_units=most_units,
         training=program.training,
         transfers=table_lines(transfers),
         inputs=[

@@ -34,6 +34,7 @@ from autopar.passes.search.layout import Layout
 from autopar.passes.search.workers import Workers
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.solve_mesh import OnMesh
+from autopar.passes.shard.uneven import most_units
 from autopar.plan import Plan
 
 
@@ -88,6 +89,13 @@ class Task:
         """Bytes by which a plan breaks the limit of the group that is shortest of memory; none are short up to 0."""
         groups = zip(counted.graph.groups, counted.peaks, strict=True)
         return max(peak - self.limit_at(plan.stages[group[0]].mesh) for group, peak in groups)
+
+    def most_units(self, plan: Plan, counted: Account) -> int:
+        """Units of rows that a rank has room for, where rows move between ranks; else none."""
+        if not self.options.rebalance:
+            return 0
+        mesh = plan.stages[0].mesh
+        return most_units(mesh, self.limit_at(mesh), counted.peak_bytes, sum(counted.resting_bytes.values()))
 
     def _room(self, device: DeviceSpec, axes: Mapping[str, int] | None = None) -> float:
         if self.options.memory_bytes is not None:
