@@ -1,7 +1,8 @@
 """`autopar-doctor DIR`: who kept a run that hung, or ended one that failed, from what its ranks wrote then.
 
 DIR is the directory of the run (`run.py --run-dir`), or its folder `flight`. A rank that left no file is one that could not write
-any more. `--rank R` shows the last messages of a rank too.
+any more. `--rank R` shows the last messages of a rank too. Where rows of the batch moved between ranks (`--rebalance`), their shares,
+the speeds that were measured, and the moves are told first.
 
 `autopar-doctor --preflight OUT` looks at the machines before a run of the program in OUT, and says what is wrong and what to set.
 Started on one machine it looks at that one; started on all of them, with MASTER_ADDR and NODE_RANK as for launch.sh, also at what
@@ -17,10 +18,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from autopar.errors import AutoparError, InputError
+from autopar.runtime.data.schema import SchemaError
 from autopar.runtime.errors import RuntimeProgramError
 from autopar.runtime.health.flight import Left
 from autopar.runtime.health.flight_files import conclusion, read_flights
 from autopar.runtime.run import launch
+from autopar.runtime.run.learned_speeds import read_learned
 
 
 def message_lines(left: Left, last: int = 12) -> Iterator[str]:
@@ -47,15 +50,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return launch.main(arguments.directory, ["--preflight", *of_run])
     if of_run:
         parser.error(f"unrecognized arguments: {' '.join(of_run)}")
+    learned = None
     try:
+        learned = read_learned(arguments.directory)
+        if learned is not None:
+            print(learned.text())
         found = read_flights(arguments.directory)
         diagnosis = conclusion(found)
         absent = [rank for rank in arguments.rank if rank not in found]
         if absent:
             raise InputError(f"--rank {absent[0]} left nothing; ranks that did: {', '.join(map(str, sorted(found)))}")
-    except (AutoparError, RuntimeProgramError) as error:
+    except (AutoparError, RuntimeProgramError, SchemaError) as error:
         print(f"autopar-doctor: {error}", file=sys.stderr)
-        return 2
+        return 2 if learned is None else 0
     print(diagnosis.text)
     for rank in dict.fromkeys((*(r for r in diagnosis.culprits[:4] if r in found), *arguments.rank)):
         print("\n".join(message_lines(found[rank])))

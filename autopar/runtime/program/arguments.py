@@ -89,6 +89,11 @@ def parser() -> argparse.ArgumentParser:
         "--profile", metavar="DIR", help="write what every rank did when, a file per rank; see autopar-dump"
     )
     made.add_argument("--compiler", choices=COMPILERS, help="compile what is between messages (default: as compiled)")
+    made.add_argument(
+        "--rebalance",
+        action="store_true",
+        help="move rows of the batch to faster ranks (default: as compiled, Options(rebalance=True))",
+    )
     made.add_argument("--metrics", metavar="FILE", help="a line of JSON per step (default: with --run-dir, in there)")
     made.add_argument("--tensorboard", metavar="DIR", help="the same as scalars for TensorBoard")
     made.add_argument(

@@ -25,6 +25,7 @@ from ..health.launcher import launcher
 from ..program.worlds import started_ranks
 from ..step.session import Session
 from .excluded_nodes import SlowMachines
+from .learned_speeds import LearnedSpeeds
 from .loaded import LoadedProgram
 from .loss_checks import LossChecks
 from .metrics import Metrics, StepLine
@@ -90,11 +91,14 @@ class Run:
         session.updater.measure_norm = arguments.grad_norm
         least = min((self.comm.world_size, *manifest.worlds))
         slow = SlowMachines(self.directory.root, arguments.exclude_slow, machines, least, self.comm, self.stop)
+        own = session.rebalancer
+        learning = [LearnedSpeeds(self.directory.root, own, machines, self.loop)] if own is not None else []
         self.listeners: list[Listener] = [
             self.stop,
             self.saving,
             Comparing(machines[self.comm.rank], arguments.recheck, slow),
             *recomputing,
+            *learning,
             LossChecks(session, self.saving, arguments.on_nan, arguments.spike),
             StepLine(arguments.steps),
             Metrics(session, manifest, arguments),

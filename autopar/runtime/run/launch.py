@@ -75,6 +75,7 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
             check=arguments.check,
             tier_directory=arguments.tier_directory,
             compiler=arguments.compiler,
+            rebalance=arguments.rebalance,
             met=met,
         )
         watch = _watch(program, arguments)

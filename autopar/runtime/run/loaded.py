@@ -102,6 +102,7 @@ def load(
     check: bool = False,
     tier_directory: str | Path | None = None,
     compiler: str | None = None,
+    rebalance: bool = False,
     met: tuple[dist.Store, int] | None = None,
 ) -> LoadedProgram:
     """The program of an emitted directory on this rank, its weights loaded: that for the number of ranks there are.
@@ -110,7 +111,8 @@ def load(
     are GPUs, else gloo). Weights come from `weights`, a checkpoint or a Hugging Face directory of
     safetensors, else from those emitted with the program; without either they are uninitialized until load_state_dict or
     resume. tier_directory: for the files of what rests in the memory tier "nvme" (default: that of temporary files).
-    compiler: "auto", "none" or "inductor", instead of what the program was compiled with. An optimizer that is not of torch.optim
+    compiler: "auto", "none" or "inductor", instead of what the program was compiled with; rebalance: move rows to faster ranks, as
+    Options(rebalance=True) says. An optimizer that is not of torch.optim
     comes from a module that run.py or the calling script imports (manifest.py). met: where this round's workers have met already
     (`meeting.joined`). Raises RuntimeProgramError, and
     WrongWorldSize before any process group is made.
@@ -135,6 +137,7 @@ def load(
         compare(notes, dist.get_rank(), dist.get_world_size(), hashes(manifest, seed), timeout_s)
     pipeline = manifest.load_pipeline()
     options = replace(manifest.options, compiler=compiler) if compiler else manifest.options
+    options = replace(options, rebalance=True) if rebalance else options
     comm = TorchComm(world_mesh(pipeline), device, timeout_s=timeout_s, store=notes, check=check)
     if backend_of(comm.device).is_host:
         keep_freed_memory()

@@ -75,7 +75,7 @@ class Comparing(Listener):
         Raises RankError."""
         session, comm = program.session, program.session.comm
         flight = comm.flight if isinstance(comm, TorchComm) else None
-        now, waited_s, steps = time.perf_counter(), flight.waited_s if flight else 0.0, self._steps
+        now, waited_s, steps = time.perf_counter(), comm.waited_s, self._steps
         own = Told(
             now - self._told_at,
             waited_s - self._waited_s,
@@ -95,7 +95,7 @@ class Comparing(Listener):
         if comm.rank == 0 and self._tellings > 1 and told:
             self._slow.count(step, {everyone[rank].host for rank in slow_ranks(everyone)}, text)
         self._tellings, self._steps_to_next = self._tellings + 1, steps_to_next(step, steps, everyone)
-        self._steps, self._told_at, self._waited_s = 0, time.perf_counter(), flight.waited_s if flight else 0.0
+        self._steps, self._told_at, self._waited_s = 0, time.perf_counter(), comm.waited_s
         self._seen_s = flight.seen.seconds if flight else 0.0
 
 

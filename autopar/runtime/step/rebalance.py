@@ -18,11 +18,13 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 from ..comm.backends import backend_of
 from ..comm.comm import Comm
 from ..comm.mesh import Shares, mesh_index
-from ..data.schema import number
+from ..data.fields import Seconds
+from ..data.schema import integer, number
 from ..program.tables import Pipeline
 from .apportion import apportioned
 from .shape_variants import Form
@@ -31,6 +33,7 @@ EVERY = 10
 """Steps from one telling to the next."""
 BETTER = 1.05
 IN_A_ROW = 2
+Count = Annotated[int, integer(0)]
 
 
 def show(units: Sequence[int]) -> str:
@@ -45,42 +48,41 @@ class RebalanceWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Move:
-    """Rows that moved after a step. before, after: units by place along the axis; busy_s: seconds of a step that these were busy
-    for before (0: no step was made); expected_s: those of the slowest afterwards."""
+    """Rows that moved after a step. before, after: units by place along the axis; ranks: those of the slowest place; busy_s, least_s:
+    seconds of a step for which these, and those of the fastest, were busy before; expected_s: of the slowest afterwards."""
 
-    step: int
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-    busy_s: tuple[float, ...]
-    expected_s: float
+    step: Count
+    axis: str
+    before: tuple[Count, ...]
+    after: tuple[Count, ...]
+    ranks: tuple[Count, ...]
+    busy_s: Seconds
+    least_s: Seconds
+    expected_s: Seconds
 
-    def text(self, axis: str, ranks_at: Sequence[Sequence[int]]) -> str:
-        """The move in words. ranks_at: ranks by place along the axis."""
-        slowest, fastest = max(self.busy_s), min(self.busy_s)
-        place = self.busy_s.index(slowest)
-        ranks = ranks_at[place]
-        who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:4]))}{', …' if len(ranks) > 4 else ''}"
+    def __str__(self) -> str:
+        shown = ", ".join(map(str, self.ranks[:4])) + (", …" if len(self.ranks) > 4 else "")
+        who = f"ranks {shown} are" if len(self.ranks) > 1 else f"rank {shown} is"
         return (
-            f"step {self.step}: rows move along {axis}, {show(self.before)} becomes {show(self.after)}: {who} "
-            f"{'are' if len(ranks) > 1 else 'is'} busy for {slowest * 1e3:.1f} ms a step, the fastest for {fastest * 1e3:.1f} ms; "
-            f"expected are {self.expected_s * 1e3:.1f} ms"
+            f"step {self.step}: rows move along {self.axis}, {show(self.before)} becomes {show(self.after)}: {who} busy for "
+            f"{self.busy_s * 1e3:.1f} ms a step, the fastest for {self.least_s * 1e3:.1f} ms; expected are "
+            f"{self.expected_s * 1e3:.1f} ms"
         )
 
 
 class Rebalancer:
-    """The shares of one axis, on one rank. axis: that moves; unit_s: seconds of a unit by place along it, as ranks told last;
-    moves: so far. All ranks call the methods alike."""
+    """The shares of one axis, on one rank. axis: that moves; alone_s: seconds that each rank would take for all units of a step, as
+    they told last; moves: so far. All ranks call the methods alike."""
 
     def __init__(self, comm: Comm, forms: Sequence[Form], axis: str, most: int) -> None:
         """most: units that a rank has room for."""
-        self.axis, self.unit_s, self.moves = axis, tuple[float, ...](), list[Move]()
+        self.axis, self.alone_s, self.moves = axis, tuple[float, ...](), list[Move]()
         self._comm, self._forms, self._most = comm, forms, most
         self._own_clock = backend_of(comm.device).is_host
         """Seconds outside of steps do not count; elsewhere the host runs ahead, and its device computes there too."""
         self._steps, self._in_a_row = -1, 0  # the first step warms up
         self._busy_s, self._began_s = 0.0, self._clock_s()
-        places = [mesh_index(comm.mesh, rank)[axis] for rank in range(comm.world_size)]
-        self.ranks_at = [[rank for rank, own in enumerate(places) if own == place] for place in range(len(self.units))]
+        self._place_of = [mesh_index(comm.mesh, rank)[axis] for rank in range(comm.world_size)]
 
     @property
     def units(self) -> tuple[int, ...]:
@@ -105,23 +107,28 @@ class Rebalancer:
             return ""
         told = self._comm.share(max(self._busy_s, 0.0) / self._steps, number(0, 1e9))
         self._steps, self._busy_s, self._began_s = 0, 0.0, self._clock_s()
-        return self.consider(step, [max(told[rank] for rank in ranks) for ranks in self.ranks_at])
-
-    def consider(self, step: int, busy_s: Sequence[float], least: int = IN_A_ROW) -> str:
-        """Move where other shares would have been better so many times in a row. busy_s: of a step, by place."""
         units = self.units
-        if min(busy_s) <= 0.0:
+        return self.consider(step, [t * sum(units) / units[place] for t, place in zip(told, self._place_of, strict=True)])
+
+    def consider(self, step: int, alone_s: Sequence[float], in_a_row: int = IN_A_ROW) -> str:
+        """Move where other shares would have been better so many times in a row; what is to be said of that. alone_s: by rank."""
+        if min(alone_s) <= 0.0:
             return ""
-        self.unit_s = tuple(seconds / n for seconds, n in zip(busy_s, units, strict=True))
-        better = apportioned(sum(units), self.unit_s, self._most)
-        expected_s = max(n * seconds for n, seconds in zip(better, self.unit_s, strict=True))
+        units, self.alone_s = self.units, tuple(alone_s)
+        unit_s = [0.0] * len(units)
+        for place, seconds in zip(self._place_of, alone_s, strict=True):
+            unit_s[place] = max(unit_s[place], seconds / sum(units))
+        better = apportioned(sum(units), unit_s, self._most)
+        expected_s = max(n * seconds for n, seconds in zip(better, unit_s, strict=True))
+        busy_s = [n * seconds for n, seconds in zip(units, unit_s, strict=True)]
         self._in_a_row = self._in_a_row + 1 if max(busy_s) > BETTER * expected_s else 0
-        if self._in_a_row < least:
+        if self._in_a_row < in_a_row:
             return ""
-        move = Move(step, units, better, tuple(busy_s), expected_s)
-        self.moves.append(move)
+        slowest = busy_s.index(max(busy_s))
+        ranks = tuple(rank for rank, place in enumerate(self._place_of) if place == slowest)
+        self.moves.append(Move(step, self.axis, units, better, ranks, max(busy_s), min(busy_s), expected_s))
         self.set_units(better)
-        return move.text(self.axis, self.ranks_at)
+        return str(self.moves[-1])
 
     def set_units(self, units: Sequence[int]) -> None:
         """From the next step on places along the axis hold so many units each."""

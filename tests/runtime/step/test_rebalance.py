@@ -130,13 +130,13 @@ def test_a_rank_that_becomes_slow_is_noticed_within_50_steps(capsys):
 
 
 def consider(*tellings: tuple[float, ...], most: int = ROWS) -> list[tuple[int, ...]]:
-    """The units after each telling."""
+    """The units after each telling of busy seconds."""
 
     def body(session: Session) -> list[tuple[int, ...]]:
         own, found = moving(session), []
         own._most = most
         for busy_s in tellings:
-            own.consider(1, busy_s)
+            own.consider(1, [s * ROWS / n for s, n in zip(busy_s, own.units, strict=True)])
             found.append(own.units)
         return found
 
