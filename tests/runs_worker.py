@@ -17,6 +17,8 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import autopar
+from autopar.passes.shard.uneven import balanced
+from autopar.runtime.comm.mesh import Shares
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
 
@@ -50,6 +52,13 @@ def compiled(on: Any, rows: int = 60, update: Any = None, **options: Any) -> aut
     return autopar.compile(model(), cluster, batch(rows), options=autopar.Options(**options), **asked)
 
 
+def options_of(strategy: str, ranks: int) -> dict[str, Any]:
+    """Options of a strategy; one that ends in "-tp" has all ranks along `tp`, which holds both of the model's dims in unequal
+    blocks."""
+    name, inside, _ = strategy.partition("-tp")
+    return {"strategy": name} | ({"mesh": {"tp": Shares(balanced(23, ranks), balanced(31, ranks))}} if inside else {})
+
+
 def full_state(session: Any) -> dict[str, torch.Tensor]:
     """Parameters and what the optimizer keeps of them, whole."""
     state = {name: value for name, value in session.state_dict().items() if isinstance(value, torch.Tensor)}
@@ -64,7 +73,7 @@ def main(strategy: str, source: str, out: Path) -> None:
     from autopar.runtime.comm.process import TorchComm
 
     dist.init_process_group("gloo")
-    program = compiled(dist.get_world_size(), strategy=strategy)
+    program = compiled(dist.get_world_size(), **options_of(strategy, dist.get_world_size()))
     ((mesh, _),) = [(dict(stage.mesh.axes), None) for stage in program.lowered.stages]
     session = program.in_process.session(TorchComm(mesh), program.request.update, 0)
     if source == "new":

@@ -235,6 +235,10 @@ class DeviceSpec:
             ),
         )
 
+    def with_share(self, share: float) -> DeviceSpec:
+        """A device that computes a whole in the time in which this one computes such a share of it, launches aside."""
+        return replace(self.slower(share), launch_overhead_s=self.launch_overhead_s)
+
     def slower(self, factor: float) -> DeviceSpec:
         """A device that takes `factor` times as long for whatever it computes."""
         return replace(

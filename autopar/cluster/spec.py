@@ -34,6 +34,7 @@ from autopar.cluster.files import Description, described, read_cluster_file
 from autopar.cluster.link import PROFILED, LinkLevel
 from autopar.cluster.tiers import Tier
 from autopar.errors import ClusterError
+from autopar.ir.mesh import Mesh
 from autopar.runtime.data.datafile import read_json
 from autopar.runtime.data.fields import Form, given, to_data
 from autopar.runtime.data.schema import anything, choice, number, record, shown, table, text
@@ -88,6 +89,16 @@ class ClusterSpec(Description):
         return DeviceSpec.slowest_of(
             {d for start, (n, d) in spans if start < first + count and first < start + n} | {own}
         )
+
+    def paced(self, mesh: Mesh) -> DeviceSpec:
+        """The device on which the longest blocks of a mesh take as long as the slowest rank takes for its own (`pace`, where all
+        blocks are equal)."""
+        if len(self.devices) == 1 or not mesh.uneven:
+            return self.pace(mesh.offset, mesh.size)
+        found = {
+            (self.device(rank), mesh.share_of_longest(rank)) for rank in range(mesh.offset, mesh.offset + mesh.size)
+        }
+        return DeviceSpec.slowest_of(device.with_share(share) for device, share in found)
 
     @property
     def homogeneous_devices(self) -> bool:

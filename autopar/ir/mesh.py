@@ -180,6 +180,14 @@ class Mesh:
     def _seen_by_least(self) -> bool:
         return False
 
+    def share_of_longest(self, rank: int) -> float:
+        """How much a rank holds of what the rank with the longest blocks does, by the first list of units of every axis."""
+        where, share = self.coordinate(rank), 1.0
+        for axis, size in self.axes:
+            if isinstance(size, Shares):
+                share *= size.units[0][where[axis]] / max(size.units[0])
+        return share
+
     def stride(self, axis: str) -> int:
         """Distance in ranks between neighbours along `axis`."""
         after = self.names.index(axis) + 1

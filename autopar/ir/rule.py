@@ -20,7 +20,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -48,12 +47,13 @@ class Carried:
     """A choice that comes with messages inside the op: one mesh axis shards these factors together.
 
     Of a strategy at most so many `axes` take it, messages going along one after the other, and no other axis shards any of the
-    factors but the first. owed: results that leave as partial sums over these axes.
+    factors but the first. owed: results that leave as partial sums over these axes. uneven: blocks may be of unequal size.
     """
 
     factors: tuple[str, ...]
     owed: tuple[int, ...] = ()
     axes: int = 1
+    uneven: bool = False
 
     @property
     def choice(self) -> str:
@@ -156,10 +156,11 @@ class Rule:
         return single and all(self.factors[f].size % n == 0 for f, n in parts.items())
 
     def _divides_unevenly(self, strategy: Strategy, mesh: Mesh) -> bool:
-        """Whether axes cut every factor, and every dim that contains it, in the same shares. A choice with messages, and single
-        indices, take equal blocks."""
+        """Whether axes cut every factor, and every dim that contains it, in the same shares. Most choices with messages, and
+        single indices, take equal blocks."""
         taken = self.taken(strategy, mesh)
-        carried = {f for choice in strategy if choice.startswith("+") for f in factors_of(choice)}
+        equal = (c for c in strategy if c.startswith("+") and not self.carries[c].uneven)
+        carried = {f for choice in equal for f in factors_of(choice)}
         blocks = {f: mesh.blocks(self.factors[f].size, axes) for f, axes in taken.items()}
         if any(one is None or (isinstance(one, tuple) and f in carried) for f, one in blocks.items()):
             return False
@@ -227,11 +228,11 @@ class Rule:
                 parts[factor] *= size
         return parts
 
-    def work_parts(self, strategy: Strategy, mesh: Mesh) -> int | Fraction:
+    def work_parts(self, strategy: Strategy, mesh: Mesh) -> Any:
         """Over how many ranks the op's work is divided; where not equally, over as many as the one with the most would be."""
         if mesh.uneven:
             taken = self.taken(tuple(_first(choice) for choice in strategy), mesh)
-            return math.prod((mesh.parts(self.factors[f].size, axes) for f, axes in taken.items()), start=Fraction(1))
+            return math.prod((mesh.parts(self.factors[f].size, axes) for f, axes in taken.items()), start=1)
         return mesh.product(a for a, c in zip(mesh.names, strategy, strict=True) if factors_of(c))
 
     def _dims(self, labels: Labels, strategy: Strategy, mesh: Mesh) -> tuple[tuple[str, ...], ...]:

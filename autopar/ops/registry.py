@@ -33,8 +33,8 @@ Precision = Literal["low", "follow", "round", "norm", "pass", "keep"]
 
 @dataclass(frozen=True)
 class Offset:
-    """First index of this rank's block: (index along `axes`) · `chunk`, added to what an argument is on the whole (`start`). size:
-    of a dim whose blocks are of unequal length (0: they are equal)."""
+    """First index of this rank's block: (index along `axes`) · `chunk`, added to what an argument is on the whole (`start`).
+    size: of a dim whose blocks are of unequal length (0: they are equal)."""
 
     axes: tuple[str, ...]
     chunk: int
@@ -90,7 +90,9 @@ class Block:
     def offsets(self, labels: Labels) -> tuple[Offset | int, ...]:
         """Start of the block in every dim of a tensor with these labels."""
         return tuple(
-            self._start(math.prod(self.rule.factors[f].size for f in dim), tuple(a for f in dim for a in self.axes_of(f)))
+            self._start(
+                math.prod(self.rule.factors[f].size for f in dim), tuple(a for f in dim for a in self.axes_of(f))
+            )
             for dim in labels
         )
 
@@ -111,7 +113,9 @@ def told(block: Block) -> dict[str, Any]:
         return {}
     changes = definition.localize(block)
     if block.mesh.uneven and not _alike(changes, definition.localize(replace(block, mesh=block.mesh.seen_by_least))):
-        raise ShardingError(f"{block.call.op} cannot be told of blocks of unequal size; take ranks that divide its dims")
+        raise ShardingError(
+            f"{block.call.op} cannot be told of blocks of unequal size; take ranks that divide its dims"
+        )
     return changes
 
 

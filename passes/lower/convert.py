@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from autopar.ir.lines import Compute, Convert, Line, Ref
 from autopar.ir.mesh import Mesh
@@ -30,8 +31,9 @@ class Converter:
             key = (name, spec)
             if key not in self._converted:
                 out = self.names.fresh(f"{stem}_{step.facts.noun}")
-                made = {"outs": (out,), "types": (type_,), "specs": (spec,), "phase": phase, "source": source}
-                self.append(Convert(name, step, stem, gathered_extent(step, type_, spec, self.pricer.mesh), **made))
+                whole = gathered_extent(step, type_, spec, self.pricer.mesh)
+                made = Convert(name, step, stem, whole, outs=(out,), types=(type_,), specs=(spec,))
+                self.append(replace(made, phase=phase, source=source))
                 self._converted[key] = out
             name = self._converted[key]
         return name
@@ -78,9 +80,7 @@ def table_steps(
     return (*gathers, *between, *scatter_steps(there, after, type_.shape, pricer.mesh))
 
 
-def runtime_steps(
-    steps: list[tuple[Step, Spec]], type_: TensorType, mesh: Mesh
-) -> tuple[RuntimeStep, ...] | None:
+def runtime_steps(steps: list[tuple[Step, Spec]], type_: TensorType, mesh: Mesh) -> tuple[RuntimeStep, ...] | None:
     """Steps for the runtime's tables, or None when one of them has no table form."""
     table: list[RuntimeStep] = []
     for step, after in steps:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from autopar.ir.mesh import Extent, Mesh
 from autopar.runtime.comm.calls import Call
 from autopar.runtime.comm.comm import Axes, Comm
 
@@ -22,6 +23,11 @@ class MetaComm(Comm):
     def axis_index(self, axes: Axes) -> int:
         self.asked_index = True
         return super().axis_index(axes)
+
+    def _block(self, size: int, axes: Axes) -> tuple[int, int]:
+        """The longest block of a dim, as the compiler counts it."""
+        longest = Mesh(tuple(self.mesh.items())).extent(size, self.group(axes).axes)
+        return super()._block(size, axes) if not isinstance(longest, Extent) else (size - longest, size)
 
     def _start(self, call: Call) -> Callable[[], None]:
         def wait(held: Call = call) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 from autopar.ir.call import OpCall
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Rule, Strategy
-from autopar.passes.price.op_seconds import OpSeconds
 from autopar.ops.registry import Block, takes_blocks
+from autopar.passes.price.op_seconds import OpSeconds
 from autopar.passes.rules.alphabet import distinct, shards
 from autopar.passes.rules.strategy_table import strategy_table
 
@@ -69,7 +69,8 @@ def op_choices(
     parts = table.parts(mesh)
     sizes = np.array([f.size for f in rule.factors.values()], int)
     if mesh.uneven:
-        kept = np.flatnonzero([
+        kept = np.flatnonzero(
+            [
                 rule.allows(strategy, mesh) and takes_blocks(Block(call, rule, strategy, mesh))
                 for strategy in table.strategies
             ]

@@ -46,7 +46,7 @@ class Pricer:
         self, cluster: ClusterSpec, mesh: Mesh, software: Software | None = None, memo: Memo | None = None
     ) -> None:
         self.cluster, self.mesh, self.software = cluster, mesh, software or emitted_on(cluster)
-        self.device = cluster.pace(mesh.offset, mesh.size // mesh.sizes.get(PIECE, 1))
+        self.device = cluster.paced(Mesh(tuple(axis for axis in mesh.axes if axis[0] != PIECE), mesh.offset))
         self.copy_s = 1.0 / (self.device.memory_bandwidth_Bps * self.device.curve.memory)
         self._groups = {axis: mesh.group((axis,)) for axis in mesh.names}
         self._choices: dict[str, OpChoices] = {}
@@ -312,5 +312,5 @@ class Pricers:
             raise OutOfTime
         where = tuple(mesh.offset % level.group_size for level in self.cluster.levels)
         ends = mesh.offset == 0 and mesh.size == self.cluster.size
-        key = (Pricer, mesh.axes, self.cluster.pace(mesh.offset, mesh.size), where[:-1], ends)
+        key = (Pricer, mesh.axes, self.cluster.paced(mesh), where[:-1], ends)
         return self.memo.get(key, lambda: Pricer(self.cluster, mesh, self.software, self.memo))

@@ -122,7 +122,10 @@ class Baseline:
         free = [n for n, dim in zip(shape, spec.dims, strict=True) if set(dim) <= set(axes)]
         if any(isinstance(self.mesh.blocks(n, axes), int) and n >= ranks for n in free):
             return max(shards) == ranks
-        if any(not set(dim).isdisjoint(axes) and self.mesh.is_uneven(n, dim) for n, dim in zip(shape, spec.dims, strict=True)):
+        if any(
+            not set(dim).isdisjoint(axes) and self.mesh.is_uneven(n, dim)
+            for n, dim in zip(shape, spec.dims, strict=True)
+        ):
             return False
         own = self.mesh.product(axis for dim in spec.dims for axis in dim if axis not in axes)
         return spec.axes.issuperset(a for a in axes if self.mesh.sizes[a] > 1) or prod(shape) // own < ranks
@@ -138,6 +141,8 @@ def _data_choices(rule: Rule, batch: Collection[str], mesh: Mesh, axes: tuple[st
     """The choices that axes have which take the batch: its factors, also with messages, where they divide; else
     what splits no operand (factors that only results have, as constants do, partial sums that pass), or nothing."""
     taking = (c for c in (*rule.shardable, *rule.carries) if set(factors_of(c)) <= set(batch))
-    dividing = frozenset(c for c in taking if all(mesh.blocks(rule.factors[f].size, axes) is not None for f in factors_of(c)))
+    dividing = frozenset(
+        c for c in taking if all(mesh.blocks(rule.factors[f].size, axes) is not None for f in factors_of(c))
+    )
     free = (c for c in rule.choices() if c not in rule.carries)
     return dividing or frozenset(c for c in free if c not in rule.contracted or c in batch)

@@ -9,12 +9,16 @@ alike.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
+from autopar.cluster import ClusterSpec
+from autopar.cluster.device import DeviceSpec
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ops.registry import find
 from autopar.passes.rules.book import RuleBook
 from autopar.runtime.comm.mesh import Shares
+from autopar.runtime.step.apportion import apportioned
 
 DATA = ("replica", "dp")
 """Axes that batches take."""
@@ -31,26 +35,28 @@ def balanced(units: int, ranks: int) -> list[int]:
 
 
 def for_rows(mesh: Mesh, rows: int | None, rebalance: bool = False) -> Mesh:
-    """The mesh with shares of the rows along the first axis that batches take whose ranks do not divide them. rows: of a
-    microbatch (None: not known); rebalance: they may move along that axis between steps, so it has shares, equal ones, also where
-    they divide."""
+    """The mesh with shares of the rows along the first axis that batches take whose ranks do not divide them, where it has none
+    that fit. rows: of a microbatch (None: not known); rebalance: they may move along that axis between steps, so it has shares,
+    equal ones, also where they divide."""
     axes = list(mesh.axes)
     for place, (axis, ranks) in enumerate(axes):
-        if rows is None or isinstance(ranks, Shares) or rows < ranks:
+        if axis not in DATA or ranks == 1:
+            continue
+        if rows is None or rows < ranks or (isinstance(ranks, Shares) and ranks.of(rows) is not None):
             break
-        if axis in DATA and ranks > 1:
-            units = _units(rows, axes[place + 1 :]) if rebalance else rows
-            if rows % ranks or (rebalance and units > ranks):
-                axes[place] = axis, Shares(balanced(units, ranks))
-                break
-            rows //= ranks
+        axes[place] = axis, int(ranks)
+        units = _units(rows, axes[place:]) if rebalance else rows
+        if rows % ranks or (rebalance and units > ranks):
+            axes[place] = axis, Shares(balanced(units, ranks))
+            break
+        rows //= ranks
     return Mesh(tuple(axes), mesh.offset)
 
 
-def _units(rows: int, inner: list[tuple[str, int]]) -> int:
-    """Units that rows move in, each of which divides by the axes inside that take rows too, where that is possible."""
-    ranks = math.prod(n for axis, n in inner if axis in (*DATA, EXPERTS))
-    return rows if rows % ranks else rows // ranks
+def _units(rows: int, axes: Sequence[tuple[str, int]]) -> int:
+    """Units that rows move in along the first of these axes: where it is possible, the others that take rows divide each."""
+    inner = math.prod(n for axis, n in axes[1:] if axis in (*DATA, EXPERTS))
+    return rows if rows % inner or rows < inner * axes[0][1] else rows // inner
 
 
 def most_units(mesh: Mesh, limit: float, peak: float, resting: float) -> int:
@@ -59,6 +65,22 @@ def most_units(mesh: Mesh, limit: float, peak: float, resting: float) -> int:
     units = next((size.units[0] for axis, size in mesh.axes if axis in DATA and isinstance(size, Shares)), (0,))
     room = (limit - resting) / max(peak - resting, 1.0)
     return max(min(int(max(units) * room), sum(units)), max(units))
+
+
+def by_speed(mesh: Mesh, rows: int | None, cluster: ClusterSpec, seconds: Mapping[DeviceSpec, float]) -> Mesh | None:
+    """The mesh with shares of the rows along the first axis that batches take whose ranks are of several kinds, so that the
+    slowest is done as soon as it can be; None where no kinds differ along one. seconds: of all rows on a device of each kind."""
+    for place, (axis, ranks) in enumerate(mesh.axes):
+        units = 0 if rows is None else _units(rows, mesh.axes[place:])
+        if axis in DATA and 1 < ranks <= units:
+            slowest = [0.0] * ranks
+            for rank in range(mesh.offset, mesh.offset + mesh.size):
+                at = mesh.coordinate(rank)[axis]
+                slowest[at] = max(slowest[at], seconds[cluster.device(rank)])
+            if len(set(slowest)) > 1:
+                shares = Shares(apportioned(units, slowest, units))
+                return Mesh((*mesh.axes[:place], (axis, shares), *mesh.axes[place + 1 :]), mesh.offset)
+    return None
 
 
 def for_units(mesh: Mesh, program: Program, rules: RuleBook) -> Mesh | None:
@@ -78,7 +100,10 @@ def for_units(mesh: Mesh, program: Program, rules: RuleBook) -> Mesh | None:
 
 def _indices(program: Program, rules: RuleBook) -> set[int]:
     """Sizes of the indices, beside the batch's and the sequence's, that products, attention and look-ups may be split by."""
-    rows = {t.shape[d] for (_, t), dim in zip(program.inputs, program.batch_dims, strict=True) for d in (dim, 1) if dim is not None and d is not None and d < len(t.shape)}
+    batched = (
+        (t.shape, dim) for (_, t), dim in zip(program.inputs, program.batch_dims, strict=True) if dim is not None
+    )
+    rows = {n for shape, dim in batched for n in shape[dim : dim + 2]}
     sizes: set[int] = set()
     for template in program.templates.values():
         for call in template.op_calls.values():

@@ -11,20 +11,22 @@ from torch import Tensor
 
 from .calls import Handle
 from .comm import Comm
+from .mesh import Shares
 
 
 class Along:
     """One mesh axis, as ops see it that send messages themselves: who this rank is along it, and its neighbours.
 
     Messages start where they are called and are waited for by `wait()` of what they return. inner: the axis along which they
-    go on, where an op sends along several: `rt.along('dp', 'ep')`.
+    go on, where an op sends along several: `rt.along('dp', 'ep')`. uneven: blocks along the axis may be of unequal size.
     """
 
-    __slots__ = ("_comm", "axis", "index", "inner", "size")
+    __slots__ = ("_comm", "axis", "index", "inner", "size", "uneven")
 
     def __init__(self, comm: Comm, axis: str, *inner: str) -> None:
         self._comm, self.axis = comm, axis
         self.size, self.index = comm.axis_size(axis), comm.axis_index(axis)
+        self.uneven = isinstance(comm.mesh[axis], Shares)
         self.inner: Along | None = Along(comm, *inner) if inner else None
 
     def start_shift(self, x: Tensor, by: int = 1) -> Handle[Tensor]:

@@ -29,7 +29,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 class Shares(int):
-    """The size of a mesh axis along which ranks hold blocks of unequal size: of a dim of so many units the ranks hold so many each.
+    """The size of a mesh axis along which ranks hold blocks of unequal size: of a dim of so many units they hold so many each.
 
     `Shares((4, 3), (9, 8))` is an axis of two ranks: dims whose size is a multiple of 7 are cut in parts of 4/7 and 3/7, others
     that are a multiple of 17 in parts of 9/17 and 8/17, and the rest in halves. Raises ValueError where ranks would hold nothing,
@@ -41,7 +41,9 @@ class Shares(int):
     def __new__(cls, *units: Sequence[int]) -> Shares:
         ranks = {len(one) for one in units}
         if len(ranks) != 1 or min(ranks) < 2 or any(n < 1 for one in units for n in one):
-            raise ValueError(f"shares {units}: every list has a number of units, at least one, for each of two ranks or more")
+            raise ValueError(
+                f"shares {units}: every list has a number of units, at least one, for each of two ranks or more"
+            )
         size = super().__new__(cls, ranks.pop())
         size.units = tuple(tuple(map(int, one)) for one in units)
         return size
@@ -51,12 +53,15 @@ class Shares(int):
         return next((units for units in self.units if size and size % sum(units) == 0), ())
 
     def of(self, size: int) -> tuple[int, ...] | None:
-        """What each rank holds of a dim of this size, by the list that fits it; None where none does."""
+        """The lengths that ranks hold of a dim of this size, by the list that fits it; None where none does."""
         units = self.fitting(size)
         return tuple(n * (size // sum(units)) for n in units) or None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Shares) and self.units == other.units
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
     def __hash__(self) -> int:
         return hash(self.units)
@@ -79,7 +84,7 @@ def sizes_of(told: Mapping[str, Any]) -> dict[str, int]:
 
 
 def cut(size: int, ranks: int) -> tuple[int, ...] | int | None:
-    """What ranks along an axis hold of a dim of this size: lengths by rank, or one for all; None where it does not divide."""
+    """The lengths that ranks along an axis hold of a dim of this size, or one for all; None where it does not divide."""
     uneven = ranks.of(size) if isinstance(ranks, Shares) else None
     return uneven or (None if size % ranks else size // ranks)
 
@@ -87,7 +92,7 @@ def cut(size: int, ranks: int) -> tuple[int, ...] | int | None:
 def interval(
     size: int, axes: Sequence[str], mesh: Mapping[str, int], position: Mapping[str, int]
 ) -> tuple[int, int] | None:
-    """The (start, stop) of a dim that the rank at a position of the mesh holds, axes major first; None where it does not divide."""
+    """The (start, stop) of a dim that the rank at a position of the mesh holds; None where it does not divide."""
     start = 0
     for axis in axes:
         lengths, index = cut(size, mesh[axis]), position[axis]
@@ -161,6 +166,11 @@ def box_of(
             )
         box.append(held)
     return tuple(box)
+
+
+def cut_by_shares(spec: SpecDims, mesh: Mapping[str, int]) -> bool:
+    """Whether ranks may hold blocks of unequal size under a spec."""
+    return any(isinstance(mesh[axis], Shares) for axes in spec for axis in axes)
 
 
 def slices_of(box: Box) -> tuple[slice, ...]:

@@ -63,7 +63,8 @@ TABLE_STEPS: dict[str, TableStepKind] = {
         lambda comm, x, axes, dims, site: comm.reduce_scatter(x, dims[0], axes, site=site), dims=(-1,)
     ),
     "all_gather": TableStepKind(
-        lambda comm, x, axes, dims, site: comm.all_gather(x, *dims[:1], axes, *dims[1:], site=site), dims=(1,)
+        lambda comm, x, axes, dims, site: comm.all_gather(x, dims[0], axes, whole=(*dims, None)[1], site=site),
+        dims=(1,),
     ),
     "all_to_all": TableStepKind(
         lambda comm, x, axes, dims, site: comm.all_to_all(x, dims[0], dims[1], axes, site=site), dims=(-1, 1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..comm.comm import Comm
-from ..comm.mesh import Shares, SpecDims, box_of, run_axes, run_shape, slices_of
+from ..comm.mesh import SpecDims, box_of, cut_by_shares, run_axes, run_shape, slices_of
 from ..comm.reshard import TableStep, run_step
 from ..errors import RuntimeProgramError
 
@@ -80,7 +80,7 @@ def gather_full(x: Tensor, spec: SpecDims, comm: Comm, site: str = "", shape: Se
 
 def _gather_dim(x: Tensor, dim: int, axes: tuple[str, ...], comm: Comm, site: str, size: int | None) -> Tensor:
     """The whole dim, which has this size: of axes along which ranks hold unequal blocks, one after the other."""
-    if not any(isinstance(comm.mesh[axis], Shares) for axis in axes):
+    if not cut_by_shares((axes,), comm.mesh):
         return comm.all_gather(x, dim, axes, site=site)
     if size is None:
         raise RuntimeProgramError(f"{site}: blocks of unequal size cannot be joined without the size of the whole")

@@ -6,7 +6,7 @@ value is replicated):
 
     mesh dp=2, tp=4, spec (("tp",), ("dp",))   ->   DeviceMesh dims (tp, dp), placements (Shard(0), Shard(1))
 
-Runs of elements, which DTensor does not know, are tensors of a kind of their own (`run_tensor.py`).
+Runs of elements and blocks of unequal size, which DTensor does not know, are tensors of a kind of their own (`run_tensor.py`).
 
 The ranks of a DeviceMesh are those of the stage that holds the value; on a stage of one rank it is a plain tensor.
 """
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ..comm.comm import Comm
-from ..comm.mesh import run_axes
+from ..comm.mesh import cut_by_shares, run_axes
 from ..comm.process import TorchComm
 from ..comm.threads import ThreadComm
 from ..errors import CheckpointError
@@ -79,7 +79,7 @@ def _over_processes(entry: StateEntry, device_type: str = "") -> Any:
     """A DTensor of what ranks share, else the value itself."""
     if not isinstance(entry.value, Tensor) or not entry.shape or entry.comm.world_size == 1:
         return entry.value
-    if run_axes(entry.shape, entry.spec):
+    if run_axes(entry.shape, entry.spec) or cut_by_shares(entry.spec, entry.comm.mesh):
         return RunTensor(entry)
     return as_dtensor(entry.value, entry, device_type)
 

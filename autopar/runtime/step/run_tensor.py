@@ -1,6 +1,7 @@
-"""A tensor of which a rank holds runs of elements, as torch.distributed.checkpoint writes and reads it: box by box.
+"""A tensor of which a rank holds runs of elements, or a block unlike others in size, as torch.distributed.checkpoint writes and
+reads it: box by box.
 
-DTensor knows blocks alone. What a rank holds of a run is a few boxes of the tensor (`runtime/comm/mesh.py`), which torch's
+DTensor knows equal blocks alone. What a rank holds of a run is a few boxes of the tensor (`runtime/comm/mesh.py`), which torch's
 planner asks for by three methods, so a checkpoint does not say in what runs it was written, and loads under any other plan.
 """
 

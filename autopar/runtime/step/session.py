@@ -251,7 +251,10 @@ class Session(State):
                 place = form.pipeline.tables(index).outputs.index(info)
                 values = [outputs[place] for outputs in runs[index]]
                 if not local:
-                    values = [gather_full(v, info.spec, form.stages[index].comm, f"output {info.name}") for v in values]
+                    values = [
+                        gather_full(v, info.spec, form.stages[index].comm, f"output {info.name}", info.shape)
+                        for v in values
+                    ]
                 output = values[0] if len(values) == 1 else join_microbatches(values, *info.join)
             joined = joined_shape(info, form.pipeline.microbatches)
             results.append(output if local else self._tell(index, output, joined, info))

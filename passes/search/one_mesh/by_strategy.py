@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from functools import partial
 
+from autopar.cluster.device import DeviceSpec
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.ir.mesh import Mesh
+from autopar.passes.price.op_seconds import OpSeconds
 from autopar.passes.search.by_microbatch import finished as finished_within
 from autopar.passes.search.task import Task, account_of
 from autopar.passes.search.workers import Answers
@@ -19,7 +21,7 @@ from autopar.passes.shard.meshes import REPLICA, candidate_meshes, rows_of
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.solve import Shortage
 from autopar.passes.shard.solve_mesh import solve_mesh
-from autopar.passes.shard.uneven import for_units
+from autopar.passes.shard.uneven import by_speed, for_units
 
 _BUDGETS = 4
 """Budgets that are tried in turn."""
@@ -89,8 +91,7 @@ def _on_meshes(task: Task, budget: float, policy: str) -> tuple[list[PricedPlan]
                 raise
             return None
 
-    meshes = candidate_meshes(task.cluster, task.options, rows=rows_of(task.program))
-    meshes += [uneven for mesh in meshes if (uneven := for_units(mesh, task.program, task.rules)) is not None]
+    meshes = uneven_too(task, candidate_meshes(task.cluster, task.options, rows=rows_of(task.program)))
     questions = [(mesh, strategy) for mesh in meshes for strategy in _strategies(asked, mesh, task.layout is not None)]
     with task.workers.answers(solved, questions) as results:
         for (_, strategy), result in zip(questions, results, strict=True):
@@ -103,6 +104,27 @@ def _on_meshes(task: Task, budget: float, policy: str) -> tuple[list[PricedPlan]
         return [], fell_short
     best = next((c for c in candidates if c.plan.origin.startswith("solver")), candidates[0])
     return [best, *(c for c in candidates if c is not best)], fell_short
+
+
+def uneven_too(task: Task, meshes: list[Mesh]) -> list[Mesh]:
+    """The meshes, and those with shares by the speed of devices, or for heads and vocabularies that do not divide."""
+    other = [for_units(mesh, task.program, task.rules) for mesh in meshes]
+    if not task.cluster.homogeneous_devices:
+        seconds = {device: computed_s(task, device) for _, device in task.cluster.devices}
+        rows = rows_of(task.program)
+        other += [by_speed(mesh, rows, task.cluster, seconds) for mesh in meshes]
+    return [*meshes, *(mesh for mesh in other if mesh is not None)]
+
+
+def computed_s(task: Task, device: DeviceSpec) -> float:
+    """Seconds of all ops of a program on one device of a kind."""
+    alone, total = Mesh.of(dp=1), 0.0
+    for name, template in task.program.templates.items():
+        for call in template.op_calls.values():
+            rule = task.rules.rule(call)
+            seconds = OpSeconds(call, rule, alone, device, task.pricers.software, task.pricers.memo)
+            total += task.program.multiplicity.get(name, 0) * seconds.on_block(dict.fromkeys(rule.factors, 1), ("",))
+    return total
 
 
 def _strategies(asked: str, mesh: Mesh, laid_out: bool) -> list[str]:

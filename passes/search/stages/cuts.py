@@ -91,7 +91,7 @@ class CutSearch:
         best_busy_s = math.inf
         too_busy: set[Axes] = set()
         with self.submeshes.ahead([(M, mesh) for M in dict.fromkeys((high, low)) for mesh in meshes]) as plans:
-            high_plans: list[SubmeshPlan] = []
+            high_plans: list[tuple[Mesh, SubmeshPlan]] = []
             for mesh in meshes:
                 if too_busy.intersection(_halves(mesh)):
                     too_busy.add(mesh.axes)
@@ -107,9 +107,9 @@ class CutSearch:
                     if at_high is not None and not self.limits.mixed:
                         too_busy.add(mesh.axes)
                 elif at_high is not None:
-                    high_plans.append(at_high)
-            for at_high in high_plans:
-                at_low = plans.on(low, at_high.mesh)
+                    high_plans.append((mesh, at_high))
+            for mesh, at_high in high_plans:
+                at_low = plans.on(low, mesh)
                 if at_low is not None:
                     pairs.append((at_low, at_high))
         return PlansAtTwoCounts(low, high, pairs)
