@@ -171,8 +171,8 @@ class Options(RunOptions):
             raise InputError(str(error)) from None
         if self.rebalance and (self.cuda_graphs or self.compiler == "inductor"):
             raise InputError(
-                "Options.rebalance moves rows between ranks; what cuda_graphs capture and compiler='inductor' compiles is for the rows "
-                "that ranks have at first; leave one of them out"
+                "Options.rebalance moves rows between ranks; what cuda_graphs captures and compiler='inductor' compiles is for "
+                "the rows that ranks have at first; leave one of them out"
             )
 
     def forced_mesh(self, ranks: int, cluster_ranks: int) -> Mesh | None:

@@ -2,10 +2,11 @@
 
     python benchmarks/rebalance.py [--how cgroup] [--share 0.3] [--steps 20]
 
-*Together* are the rows per second that the ranks train alone, each with its own copy of the model and at once, added up. Equal
-shares and moved ones are parts of that. Then a second rank is slowed in the middle: after how many steps rows have moved, and what
-is reached again. Cores are shared out by control groups (`--how cgroup`, as root), each rank having `--share` of a core and one of
-them a third of that; or ranks sleep for every row instead (`--how delay`), which shows the mechanism and nothing of cores.
+*Together* are the rows per second that the ranks train alone, each with its own copy of the model and at once, added up.
+Equal shares and moved ones are parts of that. Then a second rank is slowed in the middle: after how many steps rows have
+moved, and what is reached again. Cores are shared out by control groups (`--how cgroup`, as root), each rank having
+`--share` of a core and one of them a third of that; or ranks sleep for every row instead (`--how delay`), which shows the
+mechanism and nothing of cores.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +103,11 @@ def measure(directory: Path, how: str, share: float, steps: int) -> dict[str, An
     own = session.rebalancer
     assert own is not None
     core = Core(how)
-    compute: Callable[..., Any] = Session._compute
+    compute = Session._compute
 
-    def slowed(*args: Any) -> Any:
+    def slowed(form: Any, inputs: Any) -> Any:
         time.sleep(core.row_s * comm.block_size(ROWS, own.axis))
-        return compute(session, *args)
+        return compute(session, form, inputs)
 
     session._compute = slowed  # type: ignore[method-assign]
     data = batch(0)
@@ -132,7 +132,7 @@ def measure(directory: Path, how: str, share: float, steps: int) -> dict[str, An
     try:
         core.set(share / 3 if rank == 2 else share)
         rows_s(3)
-        alone = [each for each in comm.share(alone_rows_s(core, max(steps // 4, 5)))]
+        alone = comm.share(alone_rows_s(core, max(steps // 4, 5)))
         session.rebalancer = None
         equal = rows_s(steps)
         session.rebalancer = own
@@ -161,7 +161,9 @@ def measure(directory: Path, how: str, share: float, steps: int) -> dict[str, An
 
 def main() -> None:
     parser = command_line(__doc__, steps=20, warmup=0, ranks=RANKS, worker=True)
-    parser.add_argument("--how", choices=("cgroup", "delay"), default="cgroup" if os.access(GROUPS, os.W_OK) else "delay")
+    parser.add_argument(
+        "--how", choices=("cgroup", "delay"), default="cgroup" if os.access(GROUPS, os.W_OK) else "delay"
+    )
     parser.add_argument("--share", type=float, default=0.3)
     args = parser.parse_args()
     if args.worker:

@@ -73,9 +73,9 @@ class Net(nn.Module):
         return (x - y).square().mean()
 
 
-def compiled(ranks: int = 4, dropout: float = 0.1, **options: Any) -> autopar.ParallelProgram:
+def compiled(ranks: int = 4, dropout: float = 0.1, rows: int = 8, **options: Any) -> autopar.ParallelProgram:
     torch.manual_seed(0)
-    batch = tuple(torch.randn(8, 24, dtype=torch.float64) for _ in range(2))
+    batch = tuple(torch.randn(rows, 24, dtype=torch.float64) for _ in range(2))
     cluster = autopar.ClusterSpec.local(ranks)
     return autopar.compile(Net(dropout).double(), cluster, batch, optimizer=ADAMW, options=autopar.Options(**options))
 
@@ -136,6 +136,27 @@ def test_steps_are_the_same_on_other_clusters(home, options, ranks):
         assert math.isclose(left.item(), right.item(), rel_tol=1e-9)
     for name, value in ours.state.items():
         torch.testing.assert_close(theirs.state[name], value, rtol=0, atol=1e-9 * value.abs().max().item())
+
+
+@pytest.mark.parametrize("rebalance", [False, True])
+def test_sixteen_rows_go_on_with_three_ranks_of_four(rebalance):
+    """Three ranks hold 6, 5 and 5 of the rows; parameters and optimizer state move over."""
+    program = compiled(rows=16, mesh={"dp": 4}, strategy="zero1", rebalance=rebalance)
+    other = program._on_cluster(*program._clusters([3]))
+    assert other.plan.ranks == 3
+    draw = torch.Generator().manual_seed(1)
+    given = [tuple(torch.randn(16, 24, generator=draw, dtype=torch.float64) for _ in range(2)) for _ in range(6)]
+
+    def steps(session: Any, first: int, state: Any = None) -> tuple[list[float], Any]:
+        if state is not None:
+            session.load_state_dict(state)
+        losses = [session.train_step(batch).item() for batch in given[first : first + 3]]
+        return losses, session.state_dict()
+
+    before, state = program.on_ranks(lambda session: steps(session, 0))[0]
+    after, _ = other.on_ranks(lambda session: steps(session, 3, state))[0]
+    whole = [loss.item() for loss in program.run(given).losses]
+    assert [*before, *after] == pytest.approx(whole, rel=1e-9)
 
 
 def test_saving_again_takes_away_programs_that_are_no_longer_asked_for(program, tmp_path):

@@ -1,8 +1,8 @@
 """`autopar-doctor DIR`: who kept a run that hung, or ended one that failed, from what its ranks wrote then.
 
 DIR is the directory of the run (`run.py --run-dir`), or its folder `flight`. A rank that left no file is one that could not write
-any more. `--rank R` shows the last messages of a rank too. Where rows of the batch moved between ranks (`--rebalance`), their shares,
-the speeds that were measured, and the moves are told first.
+any more. `--rank R` shows the last messages of a rank too. Where rows of the batch moved between ranks
+(`--rebalance`), their shares, the speeds that were measured, and the moves are told first.
 
 `autopar-doctor --preflight OUT` looks at the machines before a run of the program in OUT, and says what is wrong and what to set.
 Started on one machine it looks at that one; started on all of them, with MASTER_ADDR and NODE_RANK as for launch.sh, also at what

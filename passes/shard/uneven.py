@@ -60,8 +60,8 @@ def _units(rows: int, axes: Sequence[tuple[str, int]]) -> int:
 
 
 def most_units(mesh: Mesh, limit: float, peak: float, resting: float) -> int:
-    """Units of rows that a rank has room for. limit: bytes that tensors may take; peak, resting: the bytes that a plan takes where
-    a rank has the most units, and those of them that are always there; all else is taken to grow with the units."""
+    """Units of rows that a rank has room for. limit: bytes that tensors may take; peak, resting: the bytes that a plan takes
+    where a rank has the most units, and those of them that are always there; all else is taken to grow with the units."""
     units = next((size.units[0] for axis, size in mesh.axes if axis in DATA and isinstance(size, Shares)), (0,))
     room = (limit - resting) / max(peak - resting, 1.0)
     return max(min(int(max(units) * room), sum(units)), max(units))

@@ -78,7 +78,10 @@ class LearnedSpeeds(Listener):
         self._known = dict(data.machines) if data is not None else {}
         if any(self._known.values()):
             said = own.consider(loop.step, seconds_of(self._known, machines), 1)
-            tell(comm, f"{said} ({LEARNED})" if said else f"rows are shared {show(own.units)} along {own.axis} ({LEARNED})")
+            tell(
+                comm,
+                f"{said} ({LEARNED})" if said else f"rows are shared {show(own.units)} along {own.axis} ({LEARNED})",
+            )
         self._written = own.alone_s
 
     def on_loss(self, loop: Loop, done: Any) -> bool:

@@ -111,8 +111,8 @@ def load(
     are GPUs, else gloo). Weights come from `weights`, a checkpoint or a Hugging Face directory of
     safetensors, else from those emitted with the program; without either they are uninitialized until load_state_dict or
     resume. tier_directory: for the files of what rests in the memory tier "nvme" (default: that of temporary files).
-    compiler: "auto", "none" or "inductor", instead of what the program was compiled with; rebalance: move rows to faster ranks, as
-    Options(rebalance=True) says. An optimizer that is not of torch.optim
+    compiler: "auto", "none" or "inductor", instead of what the program was compiled with; rebalance: move rows to faster
+    ranks, as Options(rebalance=True) says. An optimizer that is not of torch.optim
     comes from a module that run.py or the calling script imports (manifest.py). met: where this round's workers have met already
     (`meeting.joined`). Raises RuntimeProgramError, and
     WrongWorldSize before any process group is made.

@@ -48,8 +48,8 @@ class RebalanceWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Move:
-    """Rows that moved after a step. before, after: units by place along the axis; ranks: those of the slowest place; busy_s, least_s:
-    seconds of a step for which these, and those of the fastest, were busy before; expected_s: of the slowest afterwards."""
+    """Rows that moved after a step. before, after: units by place along the axis; ranks: those of the slowest place; busy_s,
+    least_s: seconds of a step for which these, and those of the fastest, were busy before; expected_s: of the slowest after."""
 
     step: Count
     axis: str
@@ -71,8 +71,8 @@ class Move:
 
 
 class Rebalancer:
-    """The shares of one axis, on one rank. axis: that moves; alone_s: seconds that each rank would take for all units of a step, as
-    they told last; moves: so far. All ranks call the methods alike."""
+    """The shares of one axis, on one rank. axis: that moves; alone_s: seconds that each rank would take for all units of a step,
+    as they told last; moves: so far. All ranks call the methods alike."""
 
     def __init__(self, comm: Comm, forms: Sequence[Form], axis: str, most: int) -> None:
         """most: units that a rank has room for."""
@@ -108,7 +108,9 @@ class Rebalancer:
         told = self._comm.share(max(self._busy_s, 0.0) / self._steps, number(0, 1e9))
         self._steps, self._busy_s, self._began_s = 0, 0.0, self._clock_s()
         units = self.units
-        return self.consider(step, [t * sum(units) / units[place] for t, place in zip(told, self._place_of, strict=True)])
+        return self.consider(
+            step, [t * sum(units) / units[place] for t, place in zip(told, self._place_of, strict=True)]
+        )
 
     def consider(self, step: int, alone_s: Sequence[float], in_a_row: int = IN_A_ROW) -> str:
         """Move where other shares would have been better so many times in a row; what is to be said of that. alone_s: by rank."""

@@ -73,7 +73,9 @@ def test_a_run_moves_rows_keeps_the_speeds_and_begins_with_them(tmp_path, capsys
 
 
 def test_a_damaged_file_is_named(tmp_path, capsys):
-    (tmp_path / LEARNED).write_text(json.dumps({"axis": "dp", "shares": [1, 2], "machines": {"a": ["fast"]}, "moves": []}))
+    (tmp_path / LEARNED).write_text(
+        json.dumps({"axis": "dp", "shares": [1, 2], "machines": {"a": ["fast"]}, "moves": []})
+    )
     assert doctor([str(tmp_path)]) == 2
     assert "machines" in capsys.readouterr().err
 

@@ -14,7 +14,7 @@ from torch import nn
 import autopar
 from autopar.errors import InputError
 from autopar.runtime.comm.mesh import Shares
-from autopar.runtime.step.rebalance import EVERY, RebalanceWarning, Rebalancer
+from autopar.runtime.step.rebalance import EVERY, Rebalancer, RebalanceWarning
 from autopar.runtime.step.session import Session
 
 ROWS = 24
@@ -155,8 +155,7 @@ def test_no_rank_gets_more_rows_than_it_has_room_for():
 
 
 @pytest.mark.parametrize(
-    ("options", "why"),
-    [({"rows": 4, "ranks": 4, "mesh": {"dp": 4}}, "no axis"), ({"ranks": 2, "pp": 2}, "a pipeline")],
+    ("options", "why"), [({"rows": 4, "ranks": 4, "mesh": {"dp": 4}}, "no axis"), ({"ranks": 2, "pp": 2}, "a pipeline")]
 )
 def test_a_program_whose_rows_cannot_move_says_why_and_runs(options, why):
     with warnings.catch_warnings(record=True) as caught:
