@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 import warnings
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 import autopar
 from autopar.errors import InputError
 from autopar.runtime.comm.mesh import Shares
 from autopar.runtime.step.rebalance import EVERY, Rebalancer, RebalanceWarning
 from autopar.runtime.step.session import Session
+from tests.zoo.models import MODELS
 
 ROWS = 24
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
@@ -87,6 +90,57 @@ def test_losses_are_those_of_an_even_run_whatever_moves(options):
 
     found = program.on_ranks(body)[0]
     assert found == pytest.approx(alone(options.get("rows", ROWS), program.plan.microbatches), rel=1e-9)
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("mesh", [{"dp": 3}, {"dp": 3, "tp": 2}], ids=str)
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_rows_of_any_model_move(model, mesh):
+    """Losses, parameters and buffers are those of a run in which nothing moves."""
+    doubled = lambda x: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x  # noqa: E731
+    given = tree_map(doubled, model.batch())
+    coupled = "per-microbatch" if "batchnorm" in model.tags else "refuse"
+    program = autopar.compile(
+        model.make().double(),
+        autopar.ClusterSpec.local(math.prod(mesh.values())),
+        given,
+        loss_fn=model.loss_fn,
+        optimizer=model.optimizer,
+        options=autopar.Options(rebalance=True, mesh=mesh, microbatches=1, coupled=coupled),
+    )
+    given = program.leaves(given)
+
+    def body(session: Session, moves: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+        own, losses = moving(session), []
+        most = sum(own.units) - 2
+        for step in range(4):
+            if moves and step in (1, 3):
+                own.set_units((most, 1, 1) if step == 1 else (1, 1, most))
+            losses.append(session.train_step(list(given)).item())
+        return losses, {name: session.gather_full(name) for name in (*program.ir.parameters, *program.ir.buffers)}
+
+    (still, state), (found, moved) = (
+        program.on_ranks(functools.partial(body, moves=moves))[0] for moves in (False, True)
+    )
+    assert found == pytest.approx(still, rel=1e-9)
+    for name, value in state.items():
+        torch.testing.assert_close(moved[name], value, rtol=1e-9, atol=1e-9)
+
+
+def test_rows_of_a_program_that_answers_move():
+    torch.manual_seed(0)
+    model, (x, _) = nn.Linear(24, 48).double(), batch()
+    program = autopar.compile(
+        model, autopar.ClusterSpec.local(3), (x,), options=autopar.Options(rebalance=True, mesh={"dp": 3})
+    )
+
+    def body(session: Session) -> list[torch.Tensor | None]:
+        before = session.forward([x])
+        moving(session).set_units((20, 3, 1))
+        return [*before, *session.forward([x])]
+
+    for found in program.on_ranks(body)[0]:
+        torch.testing.assert_close(found, model(x), rtol=1e-9, atol=1e-9)
 
 
 def test_nothing_rests_by_shares_though_its_dims_are_multiples_of_the_rows():
