@@ -28,8 +28,9 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.harness import as_worker, command_line, print_json, run_workers  # noqa: E402
 
-RANKS, ROWS, WIDTH, DEPTH = 3, 43008, 128, 5
-ROW_S = 1e-5
+RANKS, WIDTH, DEPTH = 3, 128, 5
+ROWS = {"cgroup": 43008, "delay": 840}
+ROW_S = 3e-4
 """Seconds that a rank sleeps for a row, where it does."""
 GROUPS, PERIOD_US = Path("/sys/fs/cgroup/cpu"), 20000
 
@@ -63,23 +64,23 @@ def model() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def batch(seed: int, rows: int = ROWS) -> tuple[torch.Tensor, ...]:
-    draw = torch.Generator().manual_seed(seed)
+def batch(rows: int) -> tuple[torch.Tensor, ...]:
+    draw = torch.Generator().manual_seed(0)
     return tuple(torch.randn(rows, WIDTH, generator=draw) for _ in range(2))
 
 
-def compiled() -> Any:
+def compiled(rows: int) -> Any:
     import autopar
 
     torch.manual_seed(0)
     cluster, options = autopar.ClusterSpec.local(RANKS), autopar.Options(rebalance=True, strategy="dp", microbatches=1)
     sgd, loss = torch.optim.SGD, nn.functional.mse_loss
-    return autopar.compile(model(), cluster, batch(0), loss_fn=loss, optimizer=sgd, options=options)
+    return autopar.compile(model(), cluster, batch(rows), loss_fn=loss, optimizer=sgd, options=options)
 
 
-def alone_rows_s(core: Core, steps: int) -> float:
+def alone_rows_s(core: Core, rows: int, steps: int) -> float:
     """Rows per second that this rank trains alone."""
-    own, (x, y) = model(), batch(0)
+    own, (x, y) = model(), batch(rows)
     optimizer = torch.optim.SGD(own.parameters())
     times = []
     for _ in range(steps):
@@ -87,9 +88,9 @@ def alone_rows_s(core: Core, steps: int) -> float:
         nn.functional.mse_loss(own(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-        time.sleep(core.row_s * ROWS)
+        time.sleep(core.row_s * rows)
         times.append(time.perf_counter() - started)
-    return ROWS / statistics.median(times)
+    return rows / statistics.median(times)
 
 
 def measure(directory: Path, how: str, share: float, steps: int) -> dict[str, Any]:
@@ -102,15 +103,15 @@ def measure(directory: Path, how: str, share: float, steps: int) -> dict[str, An
     session, comm = program.session, program.session.comm
     own = session.rebalancer
     assert own is not None
-    core = Core(how)
+    core, rows = Core(how), ROWS[how]
     compute = Session._compute
 
     def slowed(form: Any, inputs: Any) -> Any:
-        time.sleep(core.row_s * comm.block_size(ROWS, own.axis))
+        time.sleep(core.row_s * comm.block_size(rows, own.axis))
         return compute(session, form, inputs)
 
     session._compute = slowed  # type: ignore[method-assign]
-    data = batch(0)
+    data = batch(rows)
 
     def rows_s(count: int) -> float:
         times = []
@@ -119,7 +120,7 @@ def measure(directory: Path, how: str, share: float, steps: int) -> dict[str, An
             started = time.perf_counter()
             program(*data)
             times.append(time.perf_counter() - started)
-        return ROWS / statistics.median(times)
+        return rows / statistics.median(times)
 
     def steps_to_move(most: int) -> int:
         moved = len(own.moves)
@@ -132,7 +133,7 @@ def measure(directory: Path, how: str, share: float, steps: int) -> dict[str, An
     try:
         core.set(share / 3 if rank == 2 else share)
         rows_s(3)
-        alone = comm.share(alone_rows_s(core, max(steps // 4, 5)))
+        alone = comm.share(alone_rows_s(core, rows, max(steps // 4, 5)))
         session.rebalancer = None
         equal = rows_s(steps)
         session.rebalancer = own
@@ -170,7 +171,7 @@ def main() -> None:
         as_worker(lambda: measure(Path(args.worker), args.how, args.share, args.steps))
         return
     with tempfile.TemporaryDirectory() as directory:
-        compiled().save(directory)
+        compiled(ROWS[args.how]).save(directory)
         argv = ("--worker", directory, "--how", args.how, "--share", args.share, "--steps", args.steps)
         print_json(run_workers(__file__, RANKS, argv))
 
