@@ -173,7 +173,7 @@ class Rule:
             inner = size // math.prod(self.factors[f].size for f in cut)
             if len(cut) == 1 and whole != _times(blocks[cut[0]], inner):
                 return False
-            if len(cut) > 1 and (isinstance(whole, tuple) or any(isinstance(blocks[f], tuple) for f in cut)):
+            if len(cut) > 1 and not all(isinstance(one, int) for one in (whole, *(blocks[f] for f in cut))):
                 return False
         return True
 

@@ -89,8 +89,8 @@ def _dims(call: OpCall, parts: Mapping[str, int], share: int) -> tuple[int, ...]
     """Rows of one expert, inner dim and width: every expert's rows are a product of their own. An axis that carries
     brings an expert the rows of all its ranks; one that shards tokens alone leaves it a share of them."""
     experts, d, _, f = call.operand("w_in").shape
-    of_tokens = share // (parts["e"] * parts["f"])
-    return max(_pairs(call) // (experts * of_tokens), 1), f // parts["f"], d
+    of_tokens = share / (parts["e"] * parts["f"])
+    return max(int(_pairs(call) / (experts * of_tokens)), 1), int(f / parts["f"]), d
 
 
 def _grouped(call: OpCall, parts: Mapping[str, int], share: int) -> Grouped:
@@ -111,9 +111,10 @@ def _grouped(call: OpCall, parts: Mapping[str, int], share: int) -> Grouped:
 
 def _block(block: Block) -> dict[str, Any]:
     told: dict[str, Any] = block.told()
-    if not told and block.parts("e") > 1:
-        told = {"first": block.offset("e"), "parts": block.parts("e")}
-    if block.parts("f") > 1 and isinstance(block.call.get("b_out"), Operand):
+    parts = block.mesh.parts(block.call.operand("w_in").shape[0], block.axes_of("e"))
+    if not told and parts > 1:
+        told = {"first": block.offset("e"), "parts": parts if isinstance(parts, int) else float(parts)}
+    if block.offset("f") != 0 and isinstance(block.call.get("b_out"), Operand):
         told["inner"] = block.offset("f")
     return told
 

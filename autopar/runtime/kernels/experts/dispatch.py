@@ -40,11 +40,11 @@ class Promise:
     source: str = ""
     notes: bool = True
 
-    def most(self, rows: int, ranks: int = 1) -> int:
+    def most(self, rows: int, ranks: float = 1) -> int:
         """Rows that are computed at once where so many are shared by so many ranks."""
         return math.ceil(self.imbalance * rows / ranks)
 
-    def room(self, rows: int, ranks: int, all_rows: int) -> int:
+    def room(self, rows: int, ranks: float, all_rows: int) -> int:
         """Rows of a message to one of so many ranks that share as many, of all that there are: as many as are promised, or six
         standard deviations of a random choice more than the mean."""
         mean = rows / ranks
@@ -58,7 +58,7 @@ class Spread:
     many, where that are not those of the tokens at hand."""
 
     first: int = 0
-    parts: int = 1
+    parts: float = 1
     along: Along | None = None
     mean: int | None = None
 

@@ -45,15 +45,15 @@ def _experts(
     source: str = "",
     *,
     first: int = 0,
-    parts: int = 1,
+    parts: float = 1,
     inner: int = 0,
     along: Along | None = None,
 ) -> Parts[Tensor]:
     """x: (…, d), chosen, weights: (…, choices), w_in: (experts, d, 1 or 2, f), b_in: (experts, 1 or 2, f), w_out: (experts,
     f, d), b_out: (experts, d) -> (…, d).
 
-    first, parts: number of the first expert of this block, and into how many blocks they are cut; inner: of the first of
-    its f. Raises ExpertOverflow.
+    first, parts: number of the first expert of this block, and into how many blocks as long as the longest they are cut;
+    inner: of the first of its f. Raises ExpertOverflow.
     """
     layers = _Layers(w_in, b_in, w_out, None if inner else b_out, Gate(act, alpha, limit, shift))
     promise, spread = Promise(expert_imbalance, on_overflow, source), Spread(first, parts, along)
@@ -118,7 +118,7 @@ def _experts_grad(
     source: str = "",
     *,
     first: int = 0,
-    parts: int = 1,
+    parts: float = 1,
     inner: int = 0,
     along: Along | None = None,
 ) -> Parts[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:
