@@ -37,8 +37,8 @@ def balanced(units: int, ranks: int) -> list[int]:
 def for_rows(mesh: Mesh, rows: int | None, rebalance: bool = False) -> Mesh:
     """The mesh with shares of the rows along the first axis that batches take whose ranks do not divide them, where it has none
     that fit. rows: of a microbatch (None: not known); rebalance: they may move along that axis between steps, so it has shares,
-    equal ones, also where they divide."""
-    axes = list(mesh.axes)
+    equal ones, also where they divide, unless rows travel to experts, which take equal blocks."""
+    axes, rebalance = list(mesh.axes), rebalance and mesh.sizes.get(EXPERTS, 1) == 1
     for place, (axis, ranks) in enumerate(axes):
         if axis not in DATA or ranks == 1:
             continue
@@ -55,7 +55,7 @@ def for_rows(mesh: Mesh, rows: int | None, rebalance: bool = False) -> Mesh:
 
 def _units(rows: int, axes: Sequence[tuple[str, int]]) -> int:
     """Units that rows move in along the first of these axes: where it is possible, the others that take rows divide each."""
-    inner = math.prod(n for axis, n in axes[1:] if axis in (*DATA, EXPERTS))
+    inner = math.prod(n for axis, n in axes[1:] if axis in DATA)
     return rows if rows % inner or rows < inner * axes[0][1] else rows // inner
 
 
