@@ -29,7 +29,9 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.harness import as_worker, command_line, print_json, run_workers  # noqa: E402
 
 RANKS, WIDTH, DEPTH = 3, 128, 5
-ROWS = {"cgroup": 43008, "delay": 840}
+ROWS = {"cgroup": 86016, "delay": 840}
+SETTLE = 12
+"""Steps after a move, in which rows may move again."""
 ROW_S = 3e-4
 """Seconds that a rank sleeps for a row, where it does."""
 GROUPS, PERIOD_US = Path("/sys/fs/cgroup/cpu"), 20000
@@ -43,6 +45,7 @@ class Core:
         self.row_s = 0.0
         if self._folder is not None:
             self._folder.mkdir()
+            (self._folder / "cpu.shares").write_text("16384")  # before whatever else the machine does, up to its quota
 
     def set(self, share: float) -> None:
         """From now on this process has so much of a core."""
@@ -132,17 +135,17 @@ def measure(directory: Path, how: str, share: float, steps: int) -> dict[str, An
 
     try:
         core.set(share / 3 if rank == 2 else share)
-        rows_s(3)
-        alone = comm.share(alone_rows_s(core, rows, max(steps // 4, 5)))
+        rows_s(1)
+        alone = comm.share(alone_rows_s(core, rows, max(steps // 2, 3)))
         session.rebalancer = None
         equal = rows_s(steps)
         session.rebalancer = own
         first = steps_to_move(50)
-        rows_s(20)
+        rows_s(SETTLE)
         moved, units = rows_s(steps), own.units
         core.set(share if rank == 0 else share / 3)
         noticed = steps_to_move(50)
-        rows_s(20)
+        rows_s(SETTLE)
         again = rows_s(steps)
     finally:
         core.release()
