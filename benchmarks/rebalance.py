@@ -1,6 +1,6 @@
 """Rows that move to faster ranks, measured: three ranks over Gloo, of which one has a third of a core of the others.
 
-    python benchmarks/rebalance.py [--how cgroup] [--share 0.3] [--steps 20]
+    python benchmarks/rebalance.py [--how cgroup] [--share 0.36] [--steps 20]
 
 *Together* are the rows per second that the ranks train alone, each with its own copy of the model and at once, added up.
 Equal shares and moved ones are parts of that. Then a second rank is slowed in the middle: after how many steps rows have
@@ -28,11 +28,13 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.harness import as_worker, command_line, print_json, run_workers  # noqa: E402
 
-RANKS, WIDTH, DEPTH = 3, 128, 5
-ROWS = {"cgroup": 43008, "delay": 840}
+RANKS, WIDTH, DEPTH = 3, 256, 4
+ROWS = {"cgroup": 26880, "delay": 840}
+SETTLE = 12
+"""Steps after a move, in which rows may move again."""
 ROW_S = 3e-4
 """Seconds that a rank sleeps for a row, where it does."""
-GROUPS, PERIOD_US = Path("/sys/fs/cgroup/cpu"), 20000
+GROUPS, LEAST_QUOTA_US = Path("/sys/fs/cgroup/cpu"), 1000
 
 
 class Core:
@@ -43,14 +45,18 @@ class Core:
         self.row_s = 0.0
         if self._folder is not None:
             self._folder.mkdir()
+            (self._folder / "cpu.shares").write_text("16384")  # before whatever else the machine does, up to its quota
 
     def set(self, share: float) -> None:
         """From now on this process has so much of a core."""
         if self._folder is None:
             self.row_s = ROW_S / share
             return
-        (self._folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-        (self._folder / "cpu.cfs_quota_us").write_text(str(int(share * PERIOD_US)))
+        (self._folder / "cpu.cfs_quota_us").write_text("-1")
+        (self._folder / "cpu.cfs_period_us").write_text(
+            str(int(LEAST_QUOTA_US / share))
+        )  # short, so that messages are taken soon
+        (self._folder / "cpu.cfs_quota_us").write_text(str(LEAST_QUOTA_US))
         (self._folder / "cgroup.procs").write_text(str(os.getpid()))
 
     def release(self) -> None:
@@ -79,18 +85,18 @@ def compiled(rows: int) -> Any:
 
 
 def alone_rows_s(core: Core, rows: int, steps: int) -> float:
-    """Rows per second that this rank trains alone."""
+    """Rows per second that this rank trains alone, so many in a step; the first steps warm up."""
     own, (x, y) = model(), batch(rows)
     optimizer = torch.optim.SGD(own.parameters())
     times = []
-    for _ in range(steps):
+    for _ in range(steps + 2):
         started = time.perf_counter()
         nn.functional.mse_loss(own(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
         time.sleep(core.row_s * rows)
         times.append(time.perf_counter() - started)
-    return rows / statistics.median(times)
+    return rows / statistics.median(times[2:])
 
 
 def measure(directory: Path, how: str, share: float, steps: int) -> dict[str, Any]:
@@ -132,17 +138,17 @@ def measure(directory: Path, how: str, share: float, steps: int) -> dict[str, An
 
     try:
         core.set(share / 3 if rank == 2 else share)
-        rows_s(3)
-        alone = comm.share(alone_rows_s(core, rows, max(steps // 4, 5)))
+        rows_s(1)
+        alone = comm.share(alone_rows_s(core, rows // RANKS, steps))
         session.rebalancer = None
         equal = rows_s(steps)
         session.rebalancer = own
         first = steps_to_move(50)
-        rows_s(20)
+        rows_s(SETTLE)
         moved, units = rows_s(steps), own.units
         core.set(share if rank == 0 else share / 3)
         noticed = steps_to_move(50)
-        rows_s(20)
+        rows_s(SETTLE)
         again = rows_s(steps)
     finally:
         core.release()
@@ -165,7 +171,7 @@ def main() -> None:
     parser.add_argument(
         "--how", choices=("cgroup", "delay"), default="cgroup" if os.access(GROUPS, os.W_OK) else "delay"
     )
-    parser.add_argument("--share", type=float, default=0.3)
+    parser.add_argument("--share", type=float, default=0.36)
     args = parser.parse_args()
     if args.worker:
         as_worker(lambda: measure(Path(args.worker), args.how, args.share, args.steps))

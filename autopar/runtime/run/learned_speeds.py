@@ -38,7 +38,7 @@ class Learned:
     moves: tuple[Move, ...] = ()
 
     def text(self) -> str:
-        """The lines that `autopar-doctor` prints."""
+        """The file in the words of `autopar-doctor`."""
         fastest = min((s for own in self.machines.values() for s in own), default=1.0) or 1.0
         lines = [f"rows are shared {show(self.shares)} along {self.axis}"]
         for name, own in self.machines.items():

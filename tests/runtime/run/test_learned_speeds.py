@@ -52,7 +52,10 @@ def saved(out: Path) -> Path:
 @pytest.mark.timeout(180)
 def test_a_run_moves_rows_keeps_the_speeds_and_begins_with_them(tmp_path, capsys):
     out, run = saved(tmp_path / "out"), tmp_path / "run"
+    manifest = json.loads((out / "manifest.json").read_text())
+    (out / "manifest.json").write_text(json.dumps(manifest | {"rebalance": False}))
     argv = ["--run-dir", run, "--backend", "gloo", "--data", f"{out / 'data.py'}:batches", "--save-every", 16]
+    argv.append("--rebalance")
     status, said = run_ranks(out, [*argv, "--steps", STEPS], 3, tmp_path / "first")
     assert status == [0, 0, 0], said
     assert "rows move along dp, 7:7:7 becomes" in said

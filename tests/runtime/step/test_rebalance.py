@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import time
 import warnings
 from typing import Any
@@ -15,6 +16,8 @@ from torch.utils._pytree import tree_map
 
 import autopar
 from autopar.errors import InputError
+from autopar.ir.mesh import Mesh
+from autopar.passes.shard.uneven import for_rows
 from autopar.runtime.comm.mesh import Shares
 from autopar.runtime.step.rebalance import EVERY, Rebalancer, RebalanceWarning
 from autopar.runtime.step.session import Session
@@ -223,3 +226,28 @@ def test_a_program_whose_rows_cannot_move_says_why_and_runs(options, why):
 def test_what_is_made_for_certain_rows_is_refused_beside_it(options):
     with pytest.raises(InputError, match=r"Options\.rebalance"):
         autopar.Options(rebalance=True, **options)
+
+
+def test_axes_inside_cut_a_unit_so_that_blocks_divide_under_any_shares():
+    mesh = Mesh((("dp", Shares((4, 4, 4))), ("tp", 2)))
+    assert mesh.blocks(24, ("dp", "tp")) == (4,) * 6
+    assert mesh.blocks(12, ("dp", "tp")) is None
+    assert mesh.blocks(12, ("tp",)) == 6
+
+
+def test_units_of_rows_divide_by_the_axes_inside_that_take_rows():
+    mesh = for_rows(Mesh.of(replica=2, dp=3), 24, rebalance=True)
+    assert mesh.sizes == {"replica": Shares((4, 4)), "dp": 3}
+    assert for_rows(Mesh.of(dp=3, tp=2), 24, rebalance=True).sizes["dp"] == Shares((8, 8, 8))
+    for same in (Mesh.of(dp=4, tp=2), Mesh.of(dp=2, ep=2)):
+        assert for_rows(same, 4, rebalance=True) == same
+
+
+def test_a_program_says_for_how_many_units_a_rank_has_room():
+    wide = compiled(rows=96, strategy="dp")
+    assert "MOST_UNITS = 96" in wide.pipeline
+    peak = wide.predicted.peak_bytes
+    assert "MOST_UNITS = 32" in compiled(rows=96, strategy="dp", memory_bytes=peak).pipeline
+    (most,) = re.findall(r"MOST_UNITS = (\d+)", compiled(rows=96, strategy="dp", memory_bytes=1.1 * peak).pipeline)
+    assert 32 < int(most) < 64
+    assert "MOST_UNITS" not in compiled(rows=96, strategy="dp", rebalance=False).pipeline
