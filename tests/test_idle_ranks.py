@@ -21,7 +21,7 @@ from autopar.runtime.errors import RuntimeProgramError
 from autopar.runtime.program.worlds import manifest_for
 from tests.warm import torchrun
 
-ROWS = 512
+ROWS = 16
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
 
 

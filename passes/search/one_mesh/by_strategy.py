@@ -87,11 +87,12 @@ def _on_meshes(task: Task, budget: float, policy: str) -> tuple[list[PricedPlan]
         try:
             return solve_mesh(task.on(mesh), strategy, budget, recompute=policy)
         except (InfeasibleError, ConstraintError):
-            if strategy == asked:
+            if strategy == asked and mesh in first:
                 raise
             return None
 
-    meshes = uneven_too(task, candidate_meshes(task.cluster, task.options, rows=rows_of(task.program)))
+    first = candidate_meshes(task.cluster, task.options, rows=rows_of(task.program))
+    meshes = uneven_too(task, first) if task.layout is None else first
     questions = [(mesh, strategy) for mesh in meshes for strategy in _strategies(asked, mesh, task.layout is not None)]
     with task.workers.answers(solved, questions) as results:
         for (_, strategy), result in zip(questions, results, strict=True):

@@ -127,7 +127,7 @@ def test_it_sends_nothing_and_costs_what_it_writes() -> None:
 
 @pytest.mark.usefixtures("pad")
 def test_a_table_may_have_it() -> None:
-    (step,) = runtime_steps(path(pricer(), ROWS, ON_DP, OWED)) or ()
+    (step,) = runtime_steps(path(pricer(), ROWS, ON_DP, OWED), ROWS, pricer().mesh) or ()
     assert step == RuntimeStep("pad", ("dp",), (0,))
     assert bytes_before_per_byte((step, GATHER_DP), MESH.sizes) == 1 / 4
 

@@ -20,7 +20,7 @@ def write(folder: Path, ranks: int, **more: object) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     manifest = {"world_size": ranks, "pipeline": "pipeline.py", "training": True, "inputs": [], **more}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    (folder / "pipeline.py").write_text(f'STAGES = [{{"mesh": {{"axes": [("dp", {ranks})], "offset": 0}}}}]')
+    (folder / "pipeline.py").write_text(f'STAGES = [{{"mesh": {{"dp": {ranks}}}, "first_rank": 0}}]')
 
 
 @pytest.fixture
