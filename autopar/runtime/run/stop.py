@@ -46,17 +46,13 @@ class Stop(Listener):
         self._asked_lost = False
         self.asked = False
         self.why = ""
-        for number in SIGNALS:
-            if (
-                number != signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN
-            ):  # as it is in a shell's background
-                signal.signal(number, self._note)
+        ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as a shell has it in the background
+        for number in SIGNALS[:-1] if ignored else SIGNALS:
+            signal.signal(number, self._note)
 
     def _note(self, number: int, _: Any) -> None:
         self._signal, self.asked = number, True
-        if (
-            number == signal.SIGINT
-        ):  # a second one, of which torchrun makes SIGTERM, ends this process whatever it waits for
+        if number == signal.SIGINT:  # a second one, which torchrun passes on as SIGTERM, ends this process at once
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
