@@ -23,7 +23,7 @@ from autopar.ir.program import Program
 from autopar.ir.setting import Setting
 from autopar.optimizer.examine import examine
 from autopar.optimizer.rule import update_rule
-from autopar.options import Options
+from autopar.options import Options, with_suggestions
 from autopar.passes.batch.microbatches import Microbatches
 from autopar.passes.order.ordered import in_order
 from autopar.passes.order.refused import NotOrdered
@@ -43,6 +43,7 @@ from autopar.request import Request, checked_options, make_request
 from autopar.runtime.update.update_rule import ClipNorm, LossScaling, OptimizerFactory, SchedulerFactory, UpdateRule
 
 
+@with_suggestions
 @with_cpu_as_default
 def compile(
     model: nn.Module,

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Annotated, Any
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 from autopar.errors import InputError
 from autopar.ir.memory_levers import OFFLOAD_KINDS, PRECISIONS, RECOMPUTE_POLICIES
 from autopar.ir.mesh import AxisSize, Mesh
 from autopar.runtime.data.fields import Identifier, check
-from autopar.runtime.data.schema import Schema, SchemaError, choice, integer, is_number, number, positive, where
+from autopar.runtime.data.schema import (
+    Schema,
+    SchemaError,
+    choice,
+    did_you_mean,
+    integer,
+    is_number,
+    number,
+    positive,
+    where,
+)
 from autopar.runtime.gradients.compression import CODECS
 from autopar.runtime.program.run_options import RunOptions, Seed
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 BRANCHES = ("refuse", "as-example")
 ON_OVERFLOW = ("stop", "chunk")
@@ -22,6 +37,21 @@ MOST_SECONDS = 1e9
 DATA_PARALLEL = ("dp", "zero1", "zero2", "zero3")
 MEGATRON = ("megatron", "megatron-zero1", "megatron-zero2", "megatron-zero3")
 STRATEGIES = ("auto", *DATA_PARALLEL, *MEGATRON)
+
+
+def with_suggestions(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, whose TypeError for a keyword that it does not take says which one is much like it."""
+    names = tuple(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in names:
+                near = did_you_mean(name, names)
+                raise TypeError(f"{function.__qualname__}() got an unexpected keyword argument {name!r}{near}")
+        return function(*args, **kwargs)
+
+    return run
 
 
 def _one_of(choices: Callable[[], Sequence[str]]) -> Schema[str]:
@@ -197,3 +227,6 @@ class Options(RunOptions):
             return cluster_ranks // (self.pp or len(self.stage_boundaries or ()) + 1)
         mesh = self.mesh or {}
         return int(mesh.get("dp", 1)) * (1 if self.strategy == "auto" else int(mesh.get("ep", 1)))
+
+
+Options.__init__ = with_suggestions(Options.__init__)  # type: ignore[method-assign]

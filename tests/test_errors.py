@@ -68,8 +68,31 @@ def test_example_inputs_that_do_not_match_forward(inputs: Any, says: str) -> Non
         assert "Sequential.forward(input)" in text
 
 
-def test_a_surplus_input_of_inference() -> None:
-    assert "too many positional arguments" in message(InputError, lambda: build(inputs=(X, X), loss_fn=None))
+@pytest.mark.parametrize(
+    "inputs", [(X, Y), {"input": X, "target": Y}, {"inpt": X, "target": Y}], ids=["args", "kwargs", "both"]
+)
+def test_a_batch_with_more_than_forward_takes_asks_for_the_loss(inputs: Any) -> None:
+    text = message(InputError, lambda: build(inputs=inputs, loss_fn=None))
+    assert "Sequential.forward(input)" in text
+    assert "did you forget loss_fn=?" in text
+    assert "forget" not in message(InputError, lambda: build(inputs={}, loss_fn=None))
+    assert "forget" not in message(InputError, lambda: build(inputs=(X, X, Y)))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "says"),
+    [
+        ({"input": X, "y": Y, "z": Y}, "does not take (y, z): too many positional arguments"),
+        ({"input": X}, "does not take (there is none): missing a required argument: 'target'"),
+    ],
+)
+def test_targets_that_the_loss_cannot_be_called_with(inputs: Any, says: str) -> None:
+    def loss(out: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(out, target)
+
+    text = message(InputError, lambda: build(inputs=inputs, loss_fn=loss))
+    assert text.startswith("loss_fn(out")
+    assert says in text
 
 
 def test_optional_targets_of_a_loss_of_ones_own_are_allowed() -> None:
@@ -145,6 +168,46 @@ def test_a_mesh_that_does_not_multiply_to_the_ranks() -> None:
 )
 def test_options_that_cannot_be(options: dict, says: str) -> None:
     assert says in message(InputError, lambda: Options(**options))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"strategy": "zeor3"}, "got 'zeor3'; did you mean 'zero3'?"),
+        ({"precision": "bfloat16"}, "got 'bfloat16'; did you mean 'bf16'?"),
+        ({"recompute": "slective"}, "did you mean 'selective'?"),
+        ({"compiler": "induktor"}, "did you mean 'inductor'?"),
+    ],
+)
+def test_a_value_that_is_much_like_one_that_may_be(options: dict, says: str) -> None:
+    assert message(InputError, lambda: Options(**options)).endswith(says)
+
+
+def test_values_that_are_like_none_are_not_guessed_at() -> None:
+    for value in ("qqq", 3, "z" * 1000):
+        assert "did you mean" not in message(InputError, lambda value=value: Options(strategy=value))
+
+
+def test_a_schedule_that_is_much_like_one_there_is() -> None:
+    text = message(InputError, lambda: build(options=Options(pp=2, schedule="1f1-b")))
+    assert text.endswith("did you mean '1f1b'?")
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: Options(micro_batches=2), "argument 'micro_batches'; did you mean 'microbatches'?"),  # type: ignore[call-arg]
+        (
+            lambda: build(optimiser=SGD),
+            "compile() got an unexpected keyword argument 'optimiser'; did you mean 'optimizer'?",
+        ),
+        (lambda: build(qqq=SGD), "compile() got an unexpected keyword argument 'qqq'"),
+    ],
+)
+def test_keywords_that_are_not_taken_name_the_nearest(call: Callable[[], Any], says: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        call()
+    assert str(caught.value).endswith(says)
 
 
 def test_options_and_plans_of_the_wrong_type() -> None:

@@ -58,7 +58,7 @@ def planned(args: argparse.Namespace) -> ParallelProgram:
     """The program that the command line asks for. Raises AutoparError."""
     cluster = read_cluster(args.cluster, args.nodes)
     if args.model.endswith(".json"):
-        arguments = of_config(Path(args.model), args.batch or cluster.size, args.sequence)
+        arguments = of_config(Path(args.model), args.batch or cluster.size, args.sequence, args.precision)
     else:
         arguments = of_function(args.model)
     options = {"precision": args.precision, "strategy": args.strategy, "pp": args.pp}
@@ -95,8 +95,9 @@ def of_function(name: str) -> Mapping[str, Any]:
     )
 
 
-def of_config(path: Path, batch: int, sequence: int) -> Mapping[str, Any]:
-    """A language model of transformers on the meta device, trained with AdamW. Raises InputError."""
+def of_config(path: Path, batch: int, sequence: int, precision: str | None) -> Mapping[str, Any]:
+    """A language model of transformers on the meta device, trained with AdamW; in float32, as mixed precision has it, where a
+    precision is asked for, else in the dtype of the configuration. Raises InputError."""
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
@@ -106,6 +107,7 @@ def of_config(path: Path, batch: int, sequence: int) -> Mapping[str, Any]:
         config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
+            model = model.float() if precision else model
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path}: transformers makes no language model of this configuration ({error})") from error
     with torch.device("meta"):

@@ -78,11 +78,14 @@ def test_options_are_given_in_one_place(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
-def test_a_configuration_of_transformers_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_configuration_of_transformers_is_planned(
+    dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "llama", **sizes, **heads}))
+    path.write_text(json.dumps({"model_type": "llama", "dtype": dtype, **sizes, **heads}))
     assert (
         main(["plan", str(path), *CLUSTER, "--batch", "16", "--sequence", "32", "--precision", "bf16", "--json"]) == 0
     )

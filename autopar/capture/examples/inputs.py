@@ -20,6 +20,7 @@ from autopar.runtime.data.origin import package_of
 LossFunction = Callable[..., torch.Tensor]
 MANY = 1 << 30
 """A loss with *args may take this many targets."""
+FORGOT = "; did you forget loss_fn=? Without it every entry is an argument of forward"
 
 
 def split_example(model: nn.Module, inputs: Any, loss_fn: LossFunction | None) -> tuple[Any, int]:
@@ -36,17 +37,36 @@ def split_example(model: nn.Module, inputs: Any, loss_fn: LossFunction | None) -
 def _split_kwargs(model: nn.Module, inputs: dict[str, Any], loss_fn: LossFunction | None) -> tuple[dict[str, Any], int]:
     """Targets are what `forward` has no parameter for; they go last."""
     signature, targets = inspect.signature(model.forward), 0
-    if loss_fn is not None and any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    surplus = {} if takes_all else {k: v for k, v in inputs.items() if k not in signature.parameters}
+    if loss_fn is not None and takes_all:
         targets = _target_counts(loss_fn)[0]
     elif loss_fn is not None:
-        surplus = {k: v for k, v in inputs.items() if k not in signature.parameters}
         inputs = {**{k: v for k, v in inputs.items() if k not in surplus}, **surplus}
         targets = len(surplus)
+        _check_targets(loss_fn, list(surplus))
     try:
         signature.bind(**{k: inputs[k] for k in list(inputs)[: len(inputs) - targets]})
     except TypeError as error:
-        raise InputError(f"example inputs do not match {type(model).__name__}.forward{signature}: {error}") from error
+        forgot = FORGOT if loss_fn is None and surplus else ""
+        raise InputError(
+            f"example inputs do not match {type(model).__name__}.forward{signature}: {error}{forgot}"
+        ) from error
     return inputs, targets
+
+
+def _check_targets(loss_fn: LossFunction, names: Sequence[str]) -> None:
+    """Raises InputError where the loss cannot be called with the output and so many targets."""
+    function = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(None, *names)
+    except TypeError as error:
+        what = f"entries of example_inputs that forward does not take ({', '.join(names) or 'there is none'})"
+        raise InputError(f"loss_fn{signature} is called with the output and the {what}: {error}") from error
 
 
 def _split_args(model: nn.Module, inputs: tuple[Any, ...], loss_fn: LossFunction | None) -> tuple[tuple[Any, ...], int]:
@@ -61,9 +81,10 @@ def _split_args(model: nn.Module, inputs: tuple[Any, ...], loss_fn: LossFunction
             problem = error
         else:
             return inputs, targets
+    forgot = FORGOT if loss_fn is None and len(inputs) > 1 and str(problem).startswith("too many") else ""
     raise InputError(
         f"example inputs do not match {type(model).__name__}.forward{signature}: got {len(inputs)} positional inputs"
-        f"{f', {least} of them for loss_fn' if least else ''} ({problem})"
+        f"{f', {least} of them for loss_fn' if least else ''} ({problem}){forgot}"
     )
 
 

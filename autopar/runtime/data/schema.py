@@ -12,6 +12,7 @@ SchemaError.
 
 from __future__ import annotations
 
+import difflib
 import keyword
 import math
 import re
@@ -45,6 +46,12 @@ class SchemaError(ValueError):
 def must_be(path: str, what: str, value: object) -> SchemaError:
     """`levels[1].latency_us must be a number from 0 to 1e+12, got 'fast'`."""
     return SchemaError(f"{path or 'the whole'} must be {what}, got {shown(value)}")
+
+
+def did_you_mean(name: object, names: Iterable[str]) -> str:
+    """`; did you mean 'zero3'?` where one of the names is much like this one; else nothing."""
+    near = difflib.get_close_matches(name, names, 1) if isinstance(name, str) and len(name) < 64 else []
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def is_identifier(name: object) -> bool:
@@ -124,10 +131,14 @@ def identifier() -> Schema[str]:
 
 
 def choice(choices: Sequence[str]) -> Schema[str]:
-    return where(
-        lambda value: isinstance(value, str) and value in choices,
-        f"one of {', '.join(one if one else repr(one) for one in choices)}",
-    )
+    what = f"one of {', '.join(one if one else repr(one) for one in choices)}"
+
+    def check(value: object, path: str) -> str:
+        if not isinstance(value, str) or value not in choices:
+            raise SchemaError(f"{must_be(path, what, value)}{did_you_mean(value, choices)}")
+        return value
+
+    return check
 
 
 def parsed(parse: Callable[[str], T], schema: Schema[str] | None = None) -> Schema[T]:

@@ -157,7 +157,7 @@ def own_facts(place: Place, folders: Sequence[Path], backend: str, run: str | No
     found = {name: _digest(Path(name), bool(digest)) for name, digest in names.items()}
     whole = hashlib.sha256("\n".join(f"{Path(name).name} {value}" for name, value in found.items()).encode())
     shm = _room(Path("/dev/shm"))
-    writable, free = ("", None) if run is None else _directory(Path(run))
+    writable, free = ("", None) if run is None else try_directory(Path(run))
     return Facts(
         rank=place.rank,
         ranks=place.ranks,
@@ -306,7 +306,7 @@ def _room(path: Path) -> tuple[int, int] | None:
     return usage.total, usage.free
 
 
-def _directory(path: Path) -> tuple[str, int | None]:
+def try_directory(path: Path) -> tuple[str, int | None]:
     """Why a directory cannot be made or written; empty where it can be. Its free bytes."""
     probe = path / f".preflight-{socket.gethostname()}-{os.getpid()}"
     try:

@@ -6,7 +6,10 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import re
+import symtable
 import sys
+import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,12 +20,16 @@ import torch
 from torch import Tensor
 
 from ..data.fields import Length, kept
-from ..data.schema import MOST_SIZE, choice, integer
+from ..data.schema import MOST_SIZE, choice, did_you_mean, integer
 from ..errors import RuntimeProgramError
 from .layout import dtype_of
 
 SPARSE = kept(sparse=True)
 DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype))
+
+
+_BINDS_UNSEEN = re.compile(r"import\s*\*|\b(globals|locals|vars|exec)\(|__getattr__|setattr|\bglobal\b")
+"""Ways in which a module comes by names that are not written in it."""
 
 
 def leaves(batch: Any, names: Sequence[str]) -> list[Tensor]:
@@ -88,11 +95,45 @@ def random_batches(inputs: Sequence[BatchInput], seed: int, first_step: int = 0)
         step += 1
 
 
-def user_batches(source: str, first_step: int = 0) -> Iterator[Any]:
-    """Global batches of `MODULE_OR_FILE:FUNCTION`, called again when they run out; skips to first_step."""
+def check_source(source: str) -> None:
+    """See, without running anything of it, that `MODULE_OR_FILE:FUNCTION` is there. Raises RuntimeProgramError."""
+    where, name = _parts(source)
+    top, _, inner = where.partition(".")
+    try:
+        if where.endswith(".py"):
+            file: str | None = where
+        else:
+            spec = importlib.util.find_spec(top)
+            if spec is None:
+                raise RuntimeProgramError(f"--data {source!r}: No module named {where!r}; is its folder on PYTHONPATH?")
+            file = None if inner else spec.origin
+        if not file or not file.endswith(".py"):
+            return
+        with tokenize.open(file) as stream:
+            text = stream.read()
+        symbols = symtable.symtable(text, file, "exec").get_symbols()
+    except OSError as error:
+        raise RuntimeProgramError(f"--data {source!r}: {where}: {error.strerror}") from error
+    except SyntaxError as error:
+        raise RuntimeProgramError(f"--data {source!r}: {error}") from error
+    except ValueError:  # a module that has no file
+        return
+    bound = [one.get_name() for one in symbols if one.is_assigned() or one.is_imported()]
+    if name not in bound and not _BINDS_UNSEEN.search(text):
+        raise RuntimeProgramError(f"--data {source!r}: {where} has no function {name!r}{did_you_mean(name, bound)}")
+
+
+def _parts(source: str) -> tuple[str, str]:
+    """Module or file, and function. Raises RuntimeProgramError."""
     where, separator, name = source.rpartition(":")
     if not separator:
         raise RuntimeProgramError(f"--data {source!r}: write MODULE:FUNCTION or FILE.py:FUNCTION")
+    return where, name
+
+
+def user_batches(source: str, first_step: int = 0) -> Iterator[Any]:
+    """Global batches of `MODULE_OR_FILE:FUNCTION`, called again when they run out; skips to first_step."""
+    where, name = _parts(source)
     try:
         file = where.endswith(".py")
         module = module_of(Path(where), f"autopar_data_{Path(where).stem}") if file else importlib.import_module(where)

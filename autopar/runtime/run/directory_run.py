@@ -2,7 +2,7 @@
 
 The same command starts a run and continues it: the last step of the directory that is whole is taken, its seed and its place in
 the data with it, and steps that are damaged are named and left. The state is saved every so many steps, beside training. A signal
-(SIGTERM, and SIGUSR1, with which Slurm warns) on any rank makes all of them save after the same step and end.
+(SIGTERM; SIGUSR1, with which Slurm warns; Ctrl-C) on any rank makes all of them save after the same step and end.
 """
 
 from __future__ import annotations

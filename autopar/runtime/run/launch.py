@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -23,8 +24,10 @@ from ..errors import RuntimeProgramError
 from ..health.flight import FLIGHT, Flight, end_process, say
 from ..health.launcher import launcher
 from ..health.watch import Watch
+from ..preflight.facts import try_directory
 from ..preflight.main import main as preflight
 from ..program.arguments import parser
+from ..program.batches import check_source
 from ..program.worlds import manifest_for, started_ranks
 from .excluded_nodes import leave_out
 from .loaded import LoadedProgram, chosen_backend, load
@@ -49,9 +52,11 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
             return preflight(directory, chosen_backend(arguments.backend).transport.name, arguments)
         manifest = manifest_for(directory, started_ranks(), spares=bool(arguments.run), idle=True)
         manifest.update_rule()
+        _check_arguments(arguments)
     except RuntimeProgramError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return USAGE_ERROR
+    _end_on_interrupt(arguments)
     program: LoadedProgram | None = None
     watch: Watch | None = None
     owner: Ownership | None = None
@@ -99,6 +104,32 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
     if owner is not None:
         owner.release()
     return status
+
+
+def _check_arguments(arguments: argparse.Namespace) -> None:
+    """Raises RuntimeProgramError, before ranks meet, where data are not there or a directory cannot be written."""
+    if arguments.data:
+        check_source(arguments.data)
+    for name in ("save", "profile"):
+        path = getattr(arguments, name)
+        problem = try_directory(Path(path))[0] if path else ""
+        if problem:
+            raise RuntimeProgramError(f"--{name} {path}: {problem}; give a directory that every rank can write to")
+
+
+def _end_on_interrupt(arguments: argparse.Namespace) -> None:
+    """Have Ctrl-C end every rank at once, and rank 0 say so in a line, until a run's directory has all save first (stop.py)."""
+    if (
+        signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):  # another's handler, or nobody is to be interrupted
+        return
+    saves = "before its first step" if arguments.run else "and nothing more is saved (with --run-dir it saves first)"
+
+    def end(*_: object) -> None:
+        os.write(2, f"interrupted: the run ends here, {saves}\n".encode())
+        os._exit(130)
+
+    signal.signal(signal.SIGINT, end if os.environ.get("RANK", "0") == "0" else signal.SIG_DFL)
 
 
 def _watch(program: LoadedProgram, arguments: argparse.Namespace) -> Watch | None:

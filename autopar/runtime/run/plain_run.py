@@ -15,8 +15,6 @@ from .train_loop import Listener, Loop, tell
 
 def train(program: LoadedProgram, arguments: argparse.Namespace) -> None:
     """Train to step `--steps` (or infer so many batches), rank 0 reporting. Raises RuntimeProgramError."""
-    if arguments.save and Path(arguments.save).exists() and not Path(arguments.save).is_dir():
-        raise RuntimeProgramError(f"--save {arguments.save}: this is a file; give the name of a directory")
     session, manifest = program.session, program.manifest
     if not (arguments.resume or arguments.weights or manifest.weights):
         raise RuntimeProgramError(

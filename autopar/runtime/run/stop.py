@@ -23,7 +23,7 @@ from ..health.launcher import launcher
 from .spares import LOST, STOPPED
 from .train_loop import Listener, Loop
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 AHEAD = 2
 """Steps from a signal to the last one, where hosts wait for every loss: they are then at most one step apart. A host that waits
 for losses later may have begun as many steps more."""
@@ -46,11 +46,15 @@ class Stop(Listener):
         self._asked_lost = False
         self.asked = False
         self.why = ""
-        for number in SIGNALS:
+        ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as a shell has it in the background
+        for number in SIGNALS[:-1] if ignored else SIGNALS:
             signal.signal(number, self._note)
 
     def _note(self, number: int, _: Any) -> None:
         self._signal, self.asked = number, True
+        if number == signal.SIGINT:  # a second one, which torchrun passes on as SIGTERM, ends this process at once
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     @property
     def store_gone(self) -> bool:
@@ -100,6 +104,8 @@ class Stop(Listener):
             self._asked_lost = True
         if self._store.check(["stop"]):
             last, self.why = self._store.get("stop").decode().split()
+            if self._last is None and self._flight.rank == 0:
+                say(f"all ranks save after step {last} and end")
             self._last = int(last)
 
     def _propose(self, step: int) -> None:

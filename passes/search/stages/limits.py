@@ -14,6 +14,7 @@ from autopar.passes.schedule import SCHEDULES
 from autopar.passes.search.microbatches import MOST_GROUPS
 from autopar.passes.search.task import Task
 from autopar.passes.shard.meshes import candidate_meshes, odd_part
+from autopar.runtime.data.schema import did_you_mean
 
 MIXED_RANKS = 16
 """Up to here stages may have submeshes of different sizes."""
@@ -46,6 +47,7 @@ def check_pipeline_options(task: Task) -> None:
     if options.schedule not in ("auto", *SCHEDULES):
         raise InputError(
             f"Options.schedule {options.schedule!r} is unknown; choose auto or one of {', '.join(SCHEDULES)}"
+            f"{did_you_mean(options.schedule, SCHEDULES)}"
         )
     per_group = max(options.chunks or 1, 1 if options.schedule == "auto" else SCHEDULES[options.schedule].stages[0])
     if per_group > 1 and not task.cluster.homogeneous_devices:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import socket
 import subprocess
 from pathlib import Path
 
@@ -230,6 +232,90 @@ def test_data_sources_start_over_and_skip_to_the_step(tmp_path):
         next(batches.user_batches("numbers"))
     with pytest.raises(RuntimeProgramError, match="No module named 'no_such_data'"):
         next(batches.user_batches("no_such_data:three"))
+
+
+def test_data_that_are_not_there_are_named_without_running_anything(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    texts = {
+        "plain": "raise OSError\ndef three(): pass\nthrees = 3\n",
+        "torn": "def three(:\n",
+        "any": "from os import *\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    here = [
+        f"{tmp_path}/plain.py:three",
+        "plain:three",
+        f"{tmp_path}/any.py:getcwd",
+        "os.path:join",
+        "sys:path",
+        "random:random",
+    ]
+    for source in here:
+        batches.check_source(source)
+    wrong = {
+        "plain:thre": "plain has no function 'thre'; did you mean 'three'?",
+        f"{tmp_path}/plain.py:four": "has no function 'four'",
+        f"{tmp_path}/torn.py:three": "invalid syntax",
+        f"{tmp_path}/gone.py:three": "gone.py: No such file or directory",
+        f"{tmp_path}:three": "No module named",
+        "no_such_data.of:three": "No module named 'no_such_data.of'; is its folder on PYTHONPATH?",
+        "numbers": "MODULE:FUNCTION",
+    }
+    for source, said in wrong.items():
+        with pytest.raises(RuntimeProgramError) as caught:
+            batches.check_source(source)
+        assert said in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--data", "gone.py:batches"], "--data 'gone.py:batches': gone.py: No such file or directory"),
+        (["--save", "{file}"], "--save {file}: File exists; give a directory that every rank can write to"),
+        (["--save", "{file}/in"], "--save {file}/in: Not a directory; give a directory that every rank can write to"),
+        (["--profile", "{file}"], "--profile {file}: File exists; give a directory that every rank can write to"),
+    ],
+)
+def test_paths_that_cannot_be_used_end_every_rank_before_they_meet(emitted, tmp_path, arguments, said):
+    file = tmp_path / "file"
+    file.touch()
+    environment = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }  # where nobody listens
+    done = start(emitted, *(one.format(file=file) for one in arguments), **environment)
+    assert done.returncode == 2
+    assert done.stderr == f"error: {said.format(file=file)}\n"
+
+
+def test_ctrl_c_says_one_line(emitted):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    command = [python(), emitted / "run.py", "--steps", "100000"]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    started = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            command,
+            env=os.environ | started | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for line in ranks[1].stdout or ():
+        if line.startswith("step 2 "):
+            break
+    for process in ranks:
+        process.send_signal(signal.SIGINT)
+    said = [process.communicate(timeout=60)[1] for process in ranks]
+    assert said == ["interrupted: the run ends here, and nothing more is saved (with --run-dir it saves first)\n", ""]
+    assert ranks[0].returncode == 130
 
 
 def test_a_batch_is_taken_as_tuple_list_or_mapping_in_any_order():

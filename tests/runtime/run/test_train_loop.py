@@ -58,6 +58,9 @@ def dying():
 def slow():
     return batches(lambda n: time.sleep(0.05))
 
+def slower():
+    return batches(lambda n: time.sleep(1 if n > 6 else 0))
+
 def slow_until_told():
     return batches(lambda n: None if (HERE / "told").exists() else time.sleep(0.05))
 
@@ -182,6 +185,30 @@ def test_a_signal_saves_and_ends_and_the_same_command_goes_on(out, wanted, tmp_p
     done = torchrun(2, *command(out, tmp_path / "run"))
     assert f"steps {last + 1} to {STEPS}" in done.stdout, done.stderr
     assert same(tmp_path / "run", wanted)
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_saves_and_ends_and_ends_at_once_the_second_time(out, tmp_path, times):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    process = start(out, command(out, tmp_path / "run", "slow" if times == 1 else "slower", "--save-every", "100"))
+    lines = []
+    for line in process.stdout or ():
+        lines.append(line)
+        if line.startswith("step 6 ") or "all ranks save after step" in line:
+            process.send_signal(signal.SIGINT)
+            if (times := times - 1) == 0:
+                break
+    said = "".join(lines) + process.communicate(timeout=60)[0]
+    saved = RunDirectory(tmp_path / "run").steps()
+    if "slower" in str(process.args):
+        assert saved == []
+        assert "stopped" not in said
+        return
+    assert said.count(f"all ranks save after step {saved[0]} and end") == 1
+    assert 6 <= saved[0] < STEPS
+    assert f"stopped by a signal after step {saved[0]}; the same command goes on" in said
+    assert "KeyboardInterrupt" not in said
 
 
 @pytest.mark.timeout(200)
