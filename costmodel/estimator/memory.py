@@ -84,15 +84,15 @@ def kept_by_ops(w: Workload, again: bool) -> float:
     Norms leave all rows of a sequence that products gather. again: attention and what is pointwise is made again, of which what
     products made is kept, of queries and keys also before they are turned.
     """
-    model, p = w.model, w.parallel
+    model = w.model
     halves = 1 + model.gated_mlp
     turned = model.q_width + model.kv_width if model.gated_mlp else 0
     per_token = 2 * model.hidden / w.sequence_split + (0.0 if again else 2 * model.hidden)
-    per_token += (model.q_width + 2 * model.kv_width + (turned if again else model.v_width)) / p.tp
+    per_token += (model.q_width + 2 * model.kv_width + (turned if again else model.v_width)) / w.parts.heads
     width = model.shared_experts * model.expert_ffn if model.experts else model.ffn
-    per_token += halves * (1 if again else 2) * width / p.tp
+    per_token += halves * (1 if again else 2) * width / w.mlp_parts(model.experts > 0)
     if model.attention == "materialised" and not again:
-        per_token += 2 * model.heads / p.tp * model.seq_len
+        per_token += 2 * model.heads / w.parts.heads * model.seq_len
     return w.width * w.tokens * per_token
 
 
@@ -108,13 +108,14 @@ def most_for_a_moment(w: Workload, tables: int, has_head: bool) -> float:
     rows = w.width * w.tokens
     halves = 1 + model.gated_mlp
     if model.experts:
-        inside = 2 * model.hidden + (3 * halves + 1) * model.expert_ffn / p.expert_tp
+        inside = 2 * model.hidden + (3 * halves + 1) * model.expert_ffn / w.parts.expert
         layer = rows * model.topk * inside + added * stage_params(w, 1, 0)[1]
     else:
-        layer = rows * (model.hidden + (1 + halves) * model.ffn / p.tp) + added * model.hidden * model.ffn / p.tp
-    table = added * model.embedding_params / p.tp
-    head = rows * (2 * model.hidden / w.sequence_split + model.vocab / p.tp) + table
-    sent = 4 * model.embedding_params / p.tp if p.zero >= 2 and p.data_ranks > 1 else 0.0
+        ffn = model.ffn / w.parts.mlp
+        layer = rows * (model.hidden + (1 + halves) * ffn) + added * model.hidden * ffn
+    table = added * model.embedding_params / w.parts.vocabulary
+    head = rows * (2 * model.hidden / w.sequence_split + model.vocab / w.parts.vocabulary) + table
+    sent = 4 * model.embedding_params / w.parts.vocabulary if p.zero >= 2 and p.data_ranks > 1 else 0.0
     all_sent = sent * (tables if w.microbatches > 1 else min(tables, 1))
     once = layer + made_again(w) + (sent if tables else 0.0)
     return max(once, all_sent + (table if tables else 0.0), all_sent + head if has_head else 0.0)
@@ -125,8 +126,7 @@ def made_again(w: Workload) -> float:
     model, p = w.model, w.parallel
     nbytes = layer_activation_bytes(w, "none") if w.plan.recompute == "full" else 0.0
     if p.zero == 3:
-        gathered = model.layer_params(True, 1 / p.ep) if model.experts else model.layer_params(False)
-        nbytes += 2 * 2 * gathered / p.tp
+        nbytes += 2 * 2 * over_tp(w, model.layer_params(True, 1 / p.ep) if model.experts else model.layer_params(False))
     return nbytes
 
 
@@ -134,9 +134,15 @@ def stage_params(w: Workload, layers: int, embeddings: int) -> tuple[float, floa
     """Parameters on one rank of a stage, before ZeRO: (all but experts, experts). embeddings: tables in the stage."""
     model, p = w.model, w.parallel
     layer_params = model.layer_params(True, 0.0) if model.experts else model.layer_params(False)
-    shared = layers * layer_params / p.tp + embeddings * model.embedding_params / p.tp
+    shared = layers * over_tp(w, layer_params) + embeddings * model.embedding_params / w.parts.vocabulary
     expert_params = model.mlp_params(model.expert_ffn) if model.experts else 0
-    return shared, layers * model.experts / p.ep * expert_params / p.expert_tp
+    return shared, layers * model.experts / p.ep * expert_params / w.parts.expert
+
+
+def over_tp(w: Workload, layer_params: float) -> float:
+    """How many of a layer's parameters a rank holds."""
+    attention = w.model.attention_params()
+    return attention / w.parts.heads + (layer_params - attention) / w.mlp_parts(w.model.experts > 0)
 
 
 def stage_memory(w: Workload, stage: int, layers: int) -> Memory:
