@@ -146,7 +146,9 @@ COLUMNS = {
 
 def uncut(program: autopar.ParallelProgram, w: Workload) -> list[str]:
     """The names of the dims that the layout is to cut and the plan does not."""
-    whole = []
+    kind = "softmax" if w.model.attention == "materialised" else "attention"
+    rows = (axis for axis in ("dp", "ep") if w.parallel.axes[axis] > 1)
+    whole = [] if all(all(_cut_sizes(program, axis, kind)) for axis in rows) else ["sequences"]
     for cut in w.parallel.cuts(w.model, unequal=True):
         axes = [axis for axis in cut.axes.split("*") if axis]
         if cut.ranks == 1:
@@ -161,7 +163,6 @@ def uncut(program: autopar.ParallelProgram, w: Workload) -> list[str]:
         elif cut.what == "positions":
             is_cut = all(any(_cut_sizes(program, axis, "norm")) for axis in axes)
         else:
-            kind = "softmax" if w.model.attention == "materialised" else "attention"
             heads = {w.model.kv_heads, w.model.heads}
             is_cut = all(heads & one for one in _cut_sizes(program, "tp", kind))
         whole += [] if is_cut else [cut.what]

@@ -115,10 +115,16 @@ def most_for_a_moment(w: Workload, tables: int, has_head: bool) -> float:
         layer = rows * (model.hidden + (1 + halves) * ffn) + added * model.hidden * ffn
     table = added * model.embedding_params / w.parts.vocabulary
     head = rows * (2 * model.hidden / w.sequence_split + model.vocab / w.parts.vocabulary) + table
-    sent = 4 * model.embedding_params / w.parts.vocabulary if p.zero >= 2 and p.data_ranks > 1 else 0.0
+    sent = sent_table(w)
     all_sent = sent * (tables if w.microbatches > 1 else min(tables, 1))
     once = layer + made_again(w) + (sent if tables else 0.0)
     return max(once, all_sent + (table if tables else 0.0), all_sent + head if has_head else 0.0)
+
+
+def sent_table(w: Workload) -> float:
+    """Bytes of a table's gradient in 32 bits on its way to the shards of ZeRO-2 and 3."""
+    p = w.parallel
+    return 4 * w.model.embedding_params / w.parts.vocabulary if p.zero >= 2 and p.data_ranks > 1 else 0.0
 
 
 def made_again(w: Workload) -> float:
@@ -157,7 +163,8 @@ def stage_memory(w: Workload, stage: int, layers: int) -> Memory:
     if w.software.is_emitted:
         temporary = most_for_a_moment(w, embeddings, stage == p.pp - 1)
         if w.microbatches == 1:
-            gradients = max(0.0, gradients - activations - temporary)
+            last = gradients + (sent_table(w) if stage == 0 else 0.0)
+            gradients = max(0.0, last - activations - temporary)
     else:
         temporary = 4 * T * model.hidden / w.sequence_split + made_again(w)
         temporary += 6 * T * model.vocab / p.tp if stage == p.pp - 1 else 0.0
@@ -185,6 +192,7 @@ def state_bytes(w: Workload, shared: float, experts: float) -> tuple[float, floa
 
 
 def fullest_stage(w: Workload, layers: tuple[tuple[int, ...], ...]) -> Memory:
-    """Memory of the stage that holds most; the first, the second, and the last are the candidates."""
-    stages = sorted({0, min(1, w.parallel.pp - 1), w.parallel.pp - 1})
+    """Memory of the stage that holds most; the first, the second, the first with most layers, and the last are the candidates."""
+    counts = [sum(chunks) for chunks in layers]
+    stages = sorted({0, min(1, w.parallel.pp - 1), counts.index(max(counts)), w.parallel.pp - 1})
     return max((stage_memory(w, i, sum(layers[i])) for i in stages), key=lambda memory: memory.total)
