@@ -62,7 +62,11 @@ SMALL_GPT = replace(GPT, layers=2)
 
 def refusable() -> Iterator[Workload]:
     """Layouts of which one size at a time cannot be cut as it would have to be."""
-    for model in (replace(SMALL, heads=3, kv_heads=3, head_dim=128), replace(SMALL, kv_heads=2), replace(SMALL, seq_len=1026)):
+    for model in (
+        replace(SMALL, heads=3, kv_heads=3, head_dim=128),
+        replace(SMALL, kv_heads=2),
+        replace(SMALL, seq_len=1026),
+    ):
         yield case(model, 4, tp=4)
         yield case(model, 8, dp=2, tp=4, zero=3)
     yield case(SMALL_GPT, 7, tp=7)

@@ -151,12 +151,7 @@ def attention_core(w: Workload) -> tuple[float, float]:
     m, t, T, device = w.model, w.parts.heads, w.tokens, w.device
     if m.attention == "materialised":
         products = (
-            matmul_time_s(device, m.seq_len, m.seq_len, m.hd, w.wide)
-            * 2
-            * w.sequences
-            * m.heads
-            / t
-            / w.parallel.cp
+            matmul_time_s(device, m.seq_len, m.seq_len, m.hd, w.wide) * 2 * w.sequences * m.heads / t / w.parallel.cp
         )
         scores = m.heads / t * T * m.seq_len / w.memory_Bps
         return products + 9 * scores, 2 * products + 9 * scores
@@ -211,8 +206,9 @@ def memory_passes(w: Workload, moe: bool) -> Work:
 
 
 def bytes_op_by_op(w: Workload, width: float) -> float:
-    """Bytes per token that forward passes of an emitted program move, of an MLP of a width on a rank: norms in 32 bits between casts, two residual additions, of
-    queries and keys two products, two halves put together, one negated and a sum, and the activation, times what it gates."""
+    """Bytes per token that forward passes of an emitted program move, of an MLP of a width on a rank: norms in 32 bits between
+    casts, two residual additions, of queries and keys two products, two halves put together, one negated and a sum, and the
+    activation, times what it gates."""
     m = w.model
     norms = 2 * m.hidden * (8 + (2 * (w.width + 4) if w.width < 4 else 0)) / w.sequence_split
     turned = 11 * (m.q_width + m.kv_width) / w.parts.heads if m.gated_mlp else 0.0

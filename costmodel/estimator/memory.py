@@ -103,7 +103,7 @@ def most_for_a_moment(w: Workload, tables: int, has_head: bool) -> float:
     tables: in the stage, of which ZeRO-2 and 3 have whole gradients under way: in a layer one, else those of the microbatch
     before too.
     """
-    model, p = w.model, w.parallel
+    model = w.model
     added = 2 * w.width if w.microbatches > 1 else 0.0
     rows = w.width * w.tokens
     halves = 1 + model.gated_mlp
@@ -125,6 +125,15 @@ def sent_table(w: Workload) -> float:
     """Bytes of a table's gradient in 32 bits on its way to the shards of ZeRO-2 and 3."""
     p = w.parallel
     return 4 * w.model.embedding_params / w.parts.vocabulary if p.zero >= 2 and p.data_ranks > 1 else 0.0
+
+
+def sent_last(w: Workload, tables: int) -> float:
+    """Bytes beside the shards of gradients when a step sends its last one, the first table's: its own, in low precision and in
+    full. Where tp cuts entries ZeRO cuts features, which are packed: then also its copy, and those of a layer and of further
+    tables, whose memory is kept to be used again. tables: in the stage."""
+    full = sent_table(w)
+    alone = full * (1 + w.width / 4 if w.width < 4 else 1)
+    return alone + tables * full + 4 * sum(stage_params(w, 1, 0)) if full and w.parallel.tp > 1 else alone
 
 
 def made_again(w: Workload) -> float:
@@ -163,8 +172,8 @@ def stage_memory(w: Workload, stage: int, layers: int) -> Memory:
     if w.software.is_emitted:
         temporary = most_for_a_moment(w, embeddings, stage == p.pp - 1)
         if w.microbatches == 1:
-            last = gradients + (sent_table(w) if stage == 0 else 0.0)
-            gradients = max(0.0, last - activations - temporary)
+            last = sent_last(w, embeddings) if stage == 0 else 0.0
+            gradients = max(0.0, gradients + last - activations - temporary)
     else:
         temporary = 4 * T * model.hidden / w.sequence_split + made_again(w)
         temporary += 6 * T * model.vocab / p.tp if stage == p.pp - 1 else 0.0
@@ -192,7 +201,9 @@ def state_bytes(w: Workload, shared: float, experts: float) -> tuple[float, floa
 
 
 def fullest_stage(w: Workload, layers: tuple[tuple[int, ...], ...]) -> Memory:
-    """Memory of the stage that holds most; the first, the second, the first with most layers, and the last are the candidates."""
+    """Memory of the stage that holds most; the first, the second, and the last are the candidates, in emitted programs also the
+    first with most layers."""
     counts = [sum(chunks) for chunks in layers]
-    stages = sorted({0, min(1, w.parallel.pp - 1), counts.index(max(counts)), w.parallel.pp - 1})
+    fullest = counts.index(max(counts)) if w.software.is_emitted else 0
+    stages = sorted({0, min(1, w.parallel.pp - 1), fullest, w.parallel.pp - 1})
     return max((stage_memory(w, i, sum(layers[i])) for i in stages), key=lambda memory: memory.total)

@@ -260,37 +260,46 @@ class ParallelConfig:
         return self.tp if self.ep <= self.dp * self.cp else 1
 
     def cuts(self, model: TransformerShape, unequal: bool = False) -> Iterator[Cut]:
-        """The dims that the plan cuts: this alone says which sizes of a model must divide. unequal: parts may differ by a unit, as
-        in emitted programs, but for positions and for experts apart over ep."""
+        """The dims that the plan cuts: this alone says which sizes of a model must divide. unequal: parts may differ by a unit,
+        as in emitted programs, but for experts apart over ep, and for positions that no other dim's units divide."""
+        yield from self._over_tp(model, unequal)
+        if model.experts:
+            yield Cut("experts", model.experts, "ep", self.ep, False)
+        split = {"cp": self.cp, "tp": self.tp if self.sequence_parallel else 1}
+        names = [name for name, size in split.items() if size > 1]
+        positions, rest = divmod(model.seq_len, self.cp)
+        in_units = (
+            unequal and self.sequence_parallel and not rest and any(positions % n == 0 for n in self.units(model))
+        )
+        yield Cut("positions", model.seq_len, "*".join(names), prod(split.values()), in_units)
+
+    def _over_tp(self, model: TransformerShape, unequal: bool) -> Iterator[Cut]:
         if self.tp > 1:
             yield Cut("heads", model.heads, "tp", self.tp, unequal)
-            yield Cut("heads of keys", model.heads if model.mla else model.kv_heads or model.heads, "tp", self.tp, unequal)
+            yield Cut(
+                "heads of keys", model.heads if model.mla else model.kv_heads or model.heads, "tp", self.tp, unequal
+            )
             yield Cut("entries of the vocabulary", model.vocab, "tp", self.tp, unequal)
             if model.moe_layers < model.layers:
                 yield Cut("features of an MLP", model.ffn, "tp", self.tp, unequal)
-        if model.experts:
-            yield Cut("experts", model.experts, "ep", self.ep, False)
-            if not self._whole_experts(model):
-                yield Cut("features of an expert", model.expert_ffn, "tp", self.expert_tp, unequal)
-        split = {"cp": self.cp, "tp": self.tp if self.sequence_parallel else 1}
-        names = [name for name, size in split.items() if size > 1]
-        yield Cut("positions", model.seq_len, "*".join(names), prod(split.values()), False)
-
-    def _whole_experts(self, model: TransformerShape) -> bool:
-        """Whether experts are apart over tp."""
-        return self.ep == 1 and model.experts % self.tp == 0
+        if model.experts and not self._whole_experts(model):
+            yield Cut("features of an expert", model.expert_ffn, "tp", self.expert_tp, unequal)
 
     def impossible(self, model: TransformerShape, unequal: bool = False) -> list[Cut]:
         """The cuts that cannot be made."""
         return [cut for cut in self.cuts(model, unequal) if not cut.is_possible]
 
     def units(self, model: TransformerShape) -> tuple[int, ...]:
-        """The sizes that tp does not divide, in ascending order and without multiples of others: a dim is cut in units of the first
-        of them that it is a multiple of."""
+        """The sizes that tp does not divide, in ascending order and without multiples of others: a dim is cut in units of the
+        first of them that it is a multiple of."""
         found: list[int] = []
-        for size in sorted(cut.units for cut in self.cuts(model, True) if cut.unequal and cut.units % self.tp):
+        for size in sorted(cut.units for cut in self._over_tp(model, True) if cut.units % self.tp):
             found += [size] if all(size % unit for unit in found) else []
         return tuple(found)
+
+    def _whole_experts(self, model: TransformerShape) -> bool:
+        """Whether experts are apart over tp."""
+        return self.ep == 1 and model.experts % self.tp == 0
 
     def parts(self, model: TransformerShape, unequal: bool) -> Parts:
         """The parts along tp."""
@@ -314,11 +323,9 @@ class ParallelConfig:
         rows = self.dp * micro_batch
         return _least_divisor(batch, -(-batch // rows)) if unequal else max(1, batch // rows)
 
-    def check(
-        self, model: TransformerShape, ranks: int, batch: int, micro_batch: int, unequal: bool = False
-    ) -> None:
-        """Raises ConstraintError, naming the sizes and a fix, when the plan does not fit model or cluster. unequal: whether ranks may
-        hold parts that differ by a unit."""
+    def check(self, model: TransformerShape, ranks: int, batch: int, micro_batch: int, unequal: bool = False) -> None:
+        """Raises ConstraintError, naming the sizes and a fix, when the plan does not fit model or cluster. unequal: whether ranks
+        may hold parts that differ by a unit."""
         for name in ("dp", "tp", "pp", "cp", "ep"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ConstraintError(f"{name} must be a positive integer, got {getattr(self, name)!r}")
@@ -356,11 +363,13 @@ class ParallelConfig:
         rows = batch // self.microbatches(batch, micro_batch, True)
         if rows < self.dp or -(-rows // self.dp) < micro_batch:
             raise ConstraintError(
-                f"batch={batch} has no microbatches of {micro_batch} sequences for each of dp={self.dp} ranks, or one less for some; "
-                f"nearest: {max(1, round(batch / (self.dp * micro_batch))) * self.dp * micro_batch}"
+                f"batch={batch} has no microbatches of {micro_batch} sequences for each of dp={self.dp} ranks, "
+                f"or one less for some; nearest: {max(1, round(batch / (self.dp * micro_batch))) * self.dp * micro_batch}"
             )
         if self.ep > 1 and rows % self.dp:
-            raise ConstraintError(f"a microbatch of {rows} sequences does not divide by dp={self.dp}, as experts over ep need")
+            raise ConstraintError(
+                f"a microbatch of {rows} sequences does not divide by dp={self.dp}, as experts over ep need"
+            )
 
 
 @lru_cache(maxsize=65536)
