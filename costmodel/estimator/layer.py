@@ -195,9 +195,8 @@ def memory_passes(w: Workload, moe: bool) -> Work:
     """
     m, p, c = w.model, w.parallel, w.software.constants
     up = 2 if m.gated_mlp else 1
-    width = (m.topk + m.shared_experts) * m.expert_ffn if moe else m.ffn
+    width = ((m.topk + m.shared_experts) * m.expert_ffn if moe else m.ffn) / w.mlp_parts(moe)
     per_token = 20 * m.hidden / w.sequence_split
-    width /= w.mlp_parts(moe)
     per_token += 4 * (m.q_width + m.kv_width) / w.parts.heads + 2 * (up + 1) * width
     least_s = w.tokens * per_token * w.width / 2 / w.memory_Bps
     apart_s = w.tokens * bytes_op_by_op(w, width) / w.memory_Bps if w.software.is_emitted else c.eager_passes * least_s

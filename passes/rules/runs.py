@@ -47,13 +47,13 @@ def run_states(axes: tuple[tuple[str, int], ...], shape: tuple[int, ...]) -> Sta
         elements = math.prod(block.local_shape(shape, mesh))
         free = [axis for axis in letters.axes if axis not in block.axes]
         for run in (run for n in range(1, len(free) + 1) for run in combinations(free, n)):
-            axes, spec = block.axes.union(run), Spec(block.dims, (), run)
+            together, spec = block.axes.union(run), Spec(block.dims, (), run)
             if elements < mesh.product(run):
                 continue
-            if axes not in taken:
+            if together not in taken:
                 states += [(spec, spec), *((storage, spec) for storage in coarser[block])]
             elif () in block.dims:
-                states += [(storage, spec) for storage in coarser[block] if (storage, axes) not in finer]
+                states += [(storage, spec) for storage in coarser[block] if (storage, together) not in finer]
     return tuple(states)
 
 
