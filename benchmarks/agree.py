@@ -33,7 +33,9 @@ from autopar.costmodel.estimator.step import estimate_workload
 from autopar.costmodel.estimator.workload import Workload
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError
 from autopar.ir.rule import factors_of
+from autopar.passes.shard.uneven import balanced
 from autopar.plan import Plan
+from autopar.runtime.comm.mesh import Shares
 from benchmarks.agree_cases import CASES, published
 from benchmarks.published_compiled import forced_options, inexpressible
 from benchmarks.published_models import Transformer
@@ -93,8 +95,10 @@ def estimated(w: Workload) -> Answer:
 
 def compiled(w: Workload) -> Answer:
     """The compiler's: the plan that it is forced to, of which copies of parameters rest only where there is room."""
-    rows = w.parallel.dp * w.plan.micro_batch
-    options = replace(forced_options(w), microbatches=-(-w.batch // rows))
+    options = forced_options(w)
+    if units := tuple(n for n in w.parallel.units(w.model) if n > w.parallel.tp):
+        shares = Shares(*(balanced(n, w.parallel.tp) for n in units))
+        options = replace(options, mesh={**(options.mesh or {}), "tp": shares})
     try:
         program = _compiled(w, options)
     except AutoparError as error:
@@ -142,8 +146,10 @@ COLUMNS = {
 
 def uncut(program: autopar.ParallelProgram, w: Workload) -> list[str]:
     """The names of the dims that the layout is to cut and the plan does not."""
-    whole = []
-    for cut in w.parallel.cuts(w.model):
+    kind = "softmax" if w.model.attention == "materialised" else "attention"
+    rows = (axis for axis in ("dp", "ep") if w.parallel.axes[axis] > 1)
+    whole = [] if all(all(_cut_sizes(program, axis, kind)) for axis in rows) else ["sequences"]
+    for cut in w.parallel.cuts(w.model, unequal=True):
         axes = [axis for axis in cut.axes.split("*") if axis]
         if cut.ranks == 1:
             continue
@@ -157,7 +163,6 @@ def uncut(program: autopar.ParallelProgram, w: Workload) -> list[str]:
         elif cut.what == "positions":
             is_cut = all(any(_cut_sizes(program, axis, "norm")) for axis in axes)
         else:
-            kind = "softmax" if w.model.attention == "materialised" else "attention"
             heads = {w.model.kv_heads, w.model.heads}
             is_cut = all(heads & one for one in _cut_sizes(program, "tp", kind))
         whole += [] if is_cut else [cut.what]

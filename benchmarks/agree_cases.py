@@ -40,7 +40,7 @@ def case(
     """A layout of a model on a cluster, or on so many H100, with the software of emitted programs. sizes: of `ParallelConfig`."""
     if isinstance(cluster, int):
         cluster = ClusterSpec.homogeneous(devices=cluster, device="h100", devices_per_node=_per_node(cluster))
-    parallel = ParallelConfig(sequence_parallel=sizes.get("tp", 1) > 1, **sizes)
+    parallel = ParallelConfig(**{"sequence_parallel": sizes.get("tp", 1) > 1, **sizes})
     plan = StepPlan(parallel, micro_batch, recompute, schedule)
     software = replace(emitted_on(cluster), precision=precision)
     return Workload.of(model, cluster, plan, int(microbatches * micro_batch * parallel.dp), software)
@@ -50,28 +50,66 @@ def _per_node(devices: int) -> int:
     return max(n for n in range(1, 9) if devices % n == 0)
 
 
+def rows(w: Workload, batch: int) -> Workload:
+    """The case with another batch."""
+    return replace(w, batch=batch)
+
+
+SMALL = replace(LLAMA, layers=2, vocab=32000)
+SMALL_MIXTURE = replace(MIXTURE, layers=2)
+SMALL_GPT = replace(GPT, layers=2)
+
+
 def refusable() -> Iterator[Workload]:
-    """Layouts of which one size at a time does not divide."""
-    small = replace(LLAMA, layers=2, vocab=32000)
+    """Layouts of which one size at a time cannot be cut as it would have to be."""
     for model in (
-        replace(small, heads=6, kv_heads=6, head_dim=128),
-        replace(small, kv_heads=2),
-        replace(small, vocab=32001),
-        replace(small, ffn=14338),
-        replace(small, seq_len=1026),
+        replace(SMALL, heads=3, kv_heads=3, head_dim=128),
+        replace(SMALL, kv_heads=2),
+        replace(SMALL, seq_len=1026),
     ):
         yield case(model, 4, tp=4)
         yield case(model, 8, dp=2, tp=4, zero=3)
-    yield case(replace(small, seq_len=1025), 2, cp=2)
-    yield case(replace(MIXTURE, layers=2, experts=6), 4, dp=4, ep=4)
-    yield case(replace(MIXTURE, layers=2, ffn=1026), 8, dp=2, ep=2, tp=4)
-    yield case(small, 4, dp=4, microbatches=1.5)
-    yield case(small, 4, dp=4, micro_batch=2, microbatches=1.5)
-    yield case(small, 8, dp=3, tp=2)
+    yield case(SMALL_GPT, 7, tp=7)
+    yield case(replace(SMALL, seq_len=1025), 2, cp=2)
+    yield case(replace(SMALL_MIXTURE, experts=6), 4, dp=4, ep=4)
+    yield rows(case(SMALL_MIXTURE, 8, dp=8, ep=4, micro_batch=2), 12)
+    yield rows(case(SMALL_MIXTURE, 8, dp=8, ep=4, micro_batch=2), 9)
+    yield case(SMALL, 4, dp=4, microbatches=1.5)
+    yield case(SMALL, 4, dp=4, microbatches=0.5)
+    yield case(SMALL, 8, dp=3, tp=2)
     for chunks in (1, 2):
         for pp in (2, 4, 5):
-            yield case(small, pp, pp=pp, vpp=chunks, microbatches=2 * pp)
-    yield case(small, 4, dp=4, ep=2)
+            yield case(SMALL, pp, pp=pp, vpp=chunks, microbatches=2 * pp)
+    yield case(SMALL, 4, dp=4, ep=2)
+
+
+def unequal() -> Iterator[Workload]:
+    """Layouts in which some ranks hold more than others: of the batch, heads, features, a vocabulary, or experts."""
+    for dp, batch, micro_batch, zero in ((3, 4, 2, 0), (5, 17, 4, 3), (5, 34, 4, 2), (7, 60, 9, 1), (4, 12, 2, 1)):
+        for model in (SMALL, SMALL_GPT, SMALL_MIXTURE):
+            yield rows(case(model, dp, micro_batch=micro_batch, dp=dp, zero=zero), batch)
+    yield rows(case(SMALL, 6, micro_batch=2, dp=3, cp=2, zero=1), 5)
+    yield rows(case(replace(SMALL, layers=4), 6, micro_batch=2, dp=3, pp=2), 20)
+    yield rows(case(SMALL, 6, micro_batch=2, dp=3, tp=2, zero=3), 4)
+    for model in (
+        replace(SMALL, heads=6, kv_heads=6, head_dim=128),
+        replace(SMALL, heads=12, kv_heads=6, head_dim=128),
+        replace(SMALL, vocab=32001),
+        replace(SMALL, ffn=14338),
+        SMALL_GPT,
+        replace(SMALL_GPT, vocab=50257),
+        replace(SMALL_MIXTURE, experts=7),
+        replace(SMALL_MIXTURE, experts=6, ffn=4098),
+    ):
+        yield case(model, 4, tp=4)
+        yield case(model, 8, 2, dp=2, tp=4, zero=1)
+        yield case(model, 8, dp=2, tp=4, zero=3)
+    yield case(replace(SMALL_MIXTURE, ffn=1026), 8, dp=2, ep=2, tp=4)
+    for tp in (2, 8):
+        yield case(replace(SMALL_GPT, vocab=50257), tp, 2, tp=tp)
+        yield case(replace(SMALL_GPT, vocab=50257), 2 * tp, 2, 2, "selective", dp=2, tp=tp)
+    yield case(replace(SMALL_GPT, vocab=50257), 7, tp=7, sequence_parallel=False)
+    yield case(replace(SMALL_GPT, layers=4), 8, 4, recompute="full", tp=4, pp=2)
 
 
 def of_every_kind() -> Iterator[Workload]:
@@ -127,7 +165,7 @@ def of_presets() -> Iterator[Workload]:
     yield case(whole, ClusterSpec.from_dict(two_kinds), dp=16, zero=3)
 
 
-CASES = {"refused": refusable, "kinds": of_every_kind, "stages": in_stages, "presets": of_presets}
+CASES = {"refused": refusable, "unequal": unequal, "kinds": of_every_kind, "stages": in_stages, "presets": of_presets}
 
 
 def published(path: str) -> Iterator[Workload]:

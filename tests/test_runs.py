@@ -109,6 +109,29 @@ def test_blocks_and_stages_may_rest_in_runs(options: dict[str, Any]) -> None:
     equal_to_eager(program)
 
 
+@pytest.mark.parametrize(("ranks", "mesh"), [(8, {"dp": 2, "tp": 4}), (4, {"dp": 2, "tp": 2}), (6, {"dp": 3, "tp": 2})])
+@pytest.mark.parametrize("strategy", ["megatron-zero1", "megatron-zero2"])
+def test_the_state_of_a_matrix_of_few_rows_is_a_run_of_its_columns(
+    strategy: str, ranks: int, mesh: dict[str, int]
+) -> None:
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 7))
+
+    x = torch.randn(12, 16, generator=torch.Generator().manual_seed(1))
+    program = autopar.compile(
+        net(),
+        autopar.ClusterSpec.local(ranks),
+        (x,),
+        loss_fn=lambda y: y.square().mean(),
+        optimizer=ADAMW,
+        options=autopar.Options(mesh=mesh, strategy=strategy),
+    )
+    rests = program.plan.stages[0].parameters["2.weight"]
+    assert (str(rests.storage), str(rests.optimizer)) == ("[., @tp]", "[., @tp] run(dp)")
+    assert autopar.verify(program, net(), (x,)).max_error <= 1e-9
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     "update", [{"clip_grad_norm": 0.1}, {"clip_grad_norm": autopar.ClipNorm(0.1, float("inf"))}, {"loss_scaling": True}]

@@ -212,6 +212,22 @@ def test_heads_and_vocabularies_are_split_where_they_do_not_divide() -> None:
     assert for_units(Mesh.of(dp=4), program.ir, program.rules) is None
 
 
+@pytest.mark.parametrize("strategy", ["megatron-zero1", "megatron-zero2"])
+def test_optimizers_states_are_parts_of_unequal_blocks(strategy: str) -> None:
+    ids = torch.randint(0, 67, (2, 8, 16), generator=torch.Generator().manual_seed(0))
+    program = autopar.compile(
+        gpt(5, 67),
+        autopar.ClusterSpec.local(6),
+        (ids[0], ids[1]),
+        loss_fn=token_loss,
+        optimizer=ADAMW,
+        options=autopar.Options(mesh={"dp": 2, "tp": Shares((2, 2, 1), (23, 22, 22))}, strategy=strategy),
+    )
+    stored = program.plan.stages[0].parameters.values()
+    assert sum((str(p.storage), str(p.optimizer)) == ("[@tp, .]", "[@tp, @dp]") for p in stored) >= 4
+    assert autopar.verify(program, gpt(5, 67), (ids[0], ids[1])).max_error <= 1e-9
+
+
 def test_a_batch_has_a_row_for_every_rank() -> None:
     with pytest.raises(InputError, match="fewer rows than dp=5"):
         compiled(5, 4, strategy="dp")

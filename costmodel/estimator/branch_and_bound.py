@@ -154,11 +154,12 @@ class BranchAndBound:
     def start(self) -> Iterator[tuple[float, Part]]:
         """All sizes. One microbatch of a layer must fit, and the model's work is spread over the groups at best."""
         cuts_by_part: dict[Part, list[tuple[int, int]]] = {}
-        for dp, tp, pp, cp, ep in sizes(self.model, self.cluster.size, self.batch, self.space):
+        unequal = self.software.is_emitted
+        for dp, tp, pp, cp, ep in sizes(self.model, self.cluster.size, self.batch, self.space, unequal):
             expert_tp = ParallelConfig(dp, tp, pp, cp, ep).expert_tp
             scattered = ParallelConfig(dp, tp, pp, cp, ep, sequence_parallel=True)
-            ways = (True, False) if tp > 1 and not scattered.undivided(self.model) else (False,)
-            for b in micro_batches(self.batch, dp, self.space):
+            ways = (True, False) if tp > 1 and not scattered.impossible(self.model, unequal) else (False,)
+            for b in micro_batches(self.batch, dp, self.space, unequal and ep == 1):
                 for sequence_parallel in ways:
                     key = Part(tp, cp, ep, expert_tp, sequence_parallel, b, ())
                     if not self.allows(key._replace(cuts=((dp, pp),))):
@@ -190,7 +191,7 @@ class BranchAndBound:
     def cuts(self, part: Part) -> Iterator[tuple[float, Part]]:
         """Chooses pp (and with it dp), what is recomputed and whether parameters are sharded."""
         for dp, pp in part.cuts:
-            m = self.batch // (dp * part.b)
+            m = self.workload(part._replace(cuts=((dp, pp),))).microbatches
             for recompute in self.space.recomputes:
                 for zero3 in (False, True) if 3 in self.space.zeros and dp * part.cp > 1 else (False,):
                     child = part._replace(cuts=((dp, pp),), cut=True, recompute=recompute, zero3=zero3)
@@ -203,8 +204,8 @@ class BranchAndBound:
 
     def pipelined(self, part: Part) -> Iterator[tuple[float, Part]]:
         """Chooses schedule and chunks: the fullest group's work, and what must pass before and after it."""
-        (dp, pp) = part.cuts[0]
-        m, layers = self.batch // (dp * part.b), self.model.layers
+        (_, pp) = part.cuts[0]
+        m, layers = self.workload(part).microbatches, self.model.layers
         if self.leanest(part, least_layers(self.model, pp, self.space.max_chunks)) > self.room:
             self.short += 1
             return

@@ -66,7 +66,7 @@ def layer_bill(w: Workload, moe: bool) -> CallBill:
     if moe:
         moe_mlp(w, cost)
     else:
-        dense_mlp(w, cost, w.model.ffn, w.tokens)
+        dense_mlp(w, cost, w.model.ffn, w.parts.mlp)
     mlp_F = cost.F - mlp_F
     products_F = cost.F - core_F
     passes = memory_passes(w, moe)
@@ -134,7 +134,7 @@ def side_by_side(w: Workload, *widths: float) -> tuple[float, ...]:
 
 def attention_matmuls(w: Workload, cost: Seconds) -> None:
     """The projections around attention."""
-    m, t, T = w.model, w.parallel.tp, w.tokens
+    m, t, T = w.model, w.parts.heads, w.tokens
     if m.mla:
         q_rank, kv_rank, nope, rope, v = m.mla
         product(w, cost, (T, q_rank + kv_rank + rope, m.hidden))
@@ -148,15 +148,10 @@ def attention_matmuls(w: Workload, cost: Seconds) -> None:
 
 def attention_core(w: Workload) -> tuple[float, float]:
     """Seconds of softmax(QK)V, forward and backward. Kernels skip the upper triangle, but not what a window hides."""
-    m, t, T, device = w.model, w.parallel.tp, w.tokens, w.device
+    m, t, T, device = w.model, w.parts.heads, w.tokens, w.device
     if m.attention == "materialised":
         products = (
-            matmul_time_s(device, m.seq_len, m.seq_len, m.hd, w.wide)
-            * 2
-            * w.plan.micro_batch
-            * m.heads
-            / t
-            / w.parallel.cp
+            matmul_time_s(device, m.seq_len, m.seq_len, m.hd, w.wide) * 2 * w.sequences * m.heads / t / w.parallel.cp
         )
         scores = m.heads / t * T * m.seq_len / w.memory_Bps
         return products + 9 * scores, 2 * products + 9 * scores
@@ -167,11 +162,11 @@ def attention_core(w: Workload) -> tuple[float, float]:
     return forward, 2.5 * forward
 
 
-def dense_mlp(w: Workload, cost: Seconds, width: float, tokens: float) -> None:
-    """Up (and gate) and down."""
+def dense_mlp(w: Workload, cost: Seconds, width: float, parts: float) -> None:
+    """Up (and gate) and down. parts: that the width is cut into."""
     for wide in side_by_side(w, *[width] * (1 + w.model.gated_mlp)):
-        product(w, cost, (tokens, wide / w.parallel.tp, w.model.hidden))
-    product(w, cost, (tokens, w.model.hidden, width / w.parallel.tp))
+        product(w, cost, (w.tokens, wide / parts, w.model.hidden))
+    product(w, cost, (w.tokens, w.model.hidden, width / parts))
 
 
 def moe_mlp(w: Workload, cost: Seconds) -> None:
@@ -181,7 +176,7 @@ def moe_mlp(w: Workload, cost: Seconds) -> None:
     local = m.experts / p.ep
     each = tokens * p.ep * m.topk / m.experts
     up = 2 if m.gated_mlp else 1
-    wide = m.expert_ffn / p.expert_tp
+    wide = m.expert_ffn / w.parts.expert
     share = w.software.constants.grouped_share
     before_F = cost.F
     product(w, cost, (each, up * wide, m.hidden), copies=local, share=share)
@@ -189,7 +184,7 @@ def moe_mlp(w: Workload, cost: Seconds) -> None:
     product(w, cost, (each, m.hidden, wide), copies=local, share=share)
     product(w, cost, (w.tokens / w.sequence_split, m.experts, m.hidden), precision=w.wide)
     if m.shared_experts:
-        dense_mlp(w, cost, m.shared_experts * m.expert_ffn, w.tokens)
+        dense_mlp(w, cost, m.shared_experts * m.expert_ffn, w.mlp_parts(True))
 
 
 def memory_passes(w: Workload, moe: bool) -> Work:
@@ -200,8 +195,9 @@ def memory_passes(w: Workload, moe: bool) -> Work:
     """
     m, p, c = w.model, w.parallel, w.software.constants
     up = 2 if m.gated_mlp else 1
-    width = (m.topk + m.shared_experts) * m.expert_ffn if moe else m.ffn
-    per_token = 20 * m.hidden / w.sequence_split + (4 * (m.q_width + m.kv_width) + 2 * (up + 1) * width) / p.tp
+    width = ((m.topk + m.shared_experts) * m.expert_ffn if moe else m.ffn) / w.mlp_parts(moe)
+    per_token = 20 * m.hidden / w.sequence_split
+    per_token += 4 * (m.q_width + m.kv_width) / w.parts.heads + 2 * (up + 1) * width
     least_s = w.tokens * per_token * w.width / 2 / w.memory_Bps
     apart_s = w.tokens * bytes_op_by_op(w, width) / w.memory_Bps if w.software.is_emitted else c.eager_passes * least_s
     moved = c.permute_passes * w.width * w.tokens * m.topk * m.hidden / p.tp if moe else 0.0
@@ -209,12 +205,13 @@ def memory_passes(w: Workload, moe: bool) -> Work:
 
 
 def bytes_op_by_op(w: Workload, width: float) -> float:
-    """Bytes per token that forward passes of an emitted program move: norms in 32 bits between casts, two residual additions, of
-    queries and keys two products, two halves put together, one negated and a sum, and the activation, times what it gates."""
-    m, p = w.model, w.parallel
+    """Bytes per token that forward passes of an emitted program move, of an MLP of a width on a rank: norms in 32 bits between
+    casts, two residual additions, of queries and keys two products, two halves put together, one negated and a sum, and the
+    activation, times what it gates."""
+    m = w.model
     norms = 2 * m.hidden * (8 + (2 * (w.width + 4) if w.width < 4 else 0)) / w.sequence_split
-    turned = 11 * (m.q_width + m.kv_width) / p.tp if m.gated_mlp else 0.0
-    return norms + w.width * (6 * m.hidden / w.sequence_split + turned + (5 if m.gated_mlp else 2) * width / p.tp)
+    turned = 11 * (m.q_width + m.kv_width) / w.parts.heads if m.gated_mlp else 0.0
+    return norms + w.width * (6 * m.hidden / w.sequence_split + turned + (5 if m.gated_mlp else 2) * width)
 
 
 Messages = dict[Purpose, float]
@@ -237,7 +234,7 @@ def communication(w: Workload, moe: bool) -> tuple[Messages, Messages]:
             one = strided_time_s(cluster, "all_reduce", activations, 1, p.tp)
             forward[Purpose("tp")] = backward[Purpose("tp")] = blocks * one
     if p.cp > 1:
-        kv = 2 * w.width * w.tokens * m.kv_width / p.tp * p.cp
+        kv = 2 * w.width * w.tokens * m.kv_width / w.parts.heads * p.cp
         one = strided_time_s(cluster, "all_gather", kv, p.tp, p.cp)
         forward[CP], backward[CP] = one, 2 * one
     if moe and p.ep > 1:
@@ -255,8 +252,8 @@ def head_bill(w: Workload) -> CallBill:
     """Final norm, logits and loss: products in 16 bits, the softmax in fp32 (about 12 bytes a logit each way)."""
     m, p = w.model, w.parallel
     cost = Seconds()
-    product(w, cost, (w.tokens, m.vocab / p.tp, m.hidden), precision=w.wide)
-    passes = 12 * w.tokens * m.vocab / p.tp / w.memory_Bps
+    product(w, cost, (w.tokens, m.vocab / w.parts.vocabulary, m.hidden), precision=w.wide)
+    passes = 12 * w.tokens * m.vocab / w.parts.vocabulary / w.memory_Bps
     messages_F: Messages = {}
     messages_B: Messages = {}
     if p.tp > 1:

@@ -84,15 +84,15 @@ def kept_by_ops(w: Workload, again: bool) -> float:
     Norms leave all rows of a sequence that products gather. again: attention and what is pointwise is made again, of which what
     products made is kept, of queries and keys also before they are turned.
     """
-    model, p = w.model, w.parallel
+    model = w.model
     halves = 1 + model.gated_mlp
     turned = model.q_width + model.kv_width if model.gated_mlp else 0
     per_token = 2 * model.hidden / w.sequence_split + (0.0 if again else 2 * model.hidden)
-    per_token += (model.q_width + 2 * model.kv_width + (turned if again else model.v_width)) / p.tp
+    per_token += (model.q_width + 2 * model.kv_width + (turned if again else model.v_width)) / w.parts.heads
     width = model.shared_experts * model.expert_ffn if model.experts else model.ffn
-    per_token += halves * (1 if again else 2) * width / p.tp
+    per_token += halves * (1 if again else 2) * width / w.mlp_parts(model.experts > 0)
     if model.attention == "materialised" and not again:
-        per_token += 2 * model.heads / p.tp * model.seq_len
+        per_token += 2 * model.heads / w.parts.heads * model.seq_len
     return w.width * w.tokens * per_token
 
 
@@ -103,21 +103,37 @@ def most_for_a_moment(w: Workload, tables: int, has_head: bool) -> float:
     tables: in the stage, of which ZeRO-2 and 3 have whole gradients under way: in a layer one, else those of the microbatch
     before too.
     """
-    model, p = w.model, w.parallel
+    model = w.model
     added = 2 * w.width if w.microbatches > 1 else 0.0
     rows = w.width * w.tokens
     halves = 1 + model.gated_mlp
     if model.experts:
-        inside = 2 * model.hidden + (3 * halves + 1) * model.expert_ffn / p.expert_tp
+        inside = 2 * model.hidden + (3 * halves + 1) * model.expert_ffn / w.parts.expert
         layer = rows * model.topk * inside + added * stage_params(w, 1, 0)[1]
     else:
-        layer = rows * (model.hidden + (1 + halves) * model.ffn / p.tp) + added * model.hidden * model.ffn / p.tp
-    table = added * model.embedding_params / p.tp
-    head = rows * (2 * model.hidden / w.sequence_split + model.vocab / p.tp) + table
-    sent = 4 * model.embedding_params / p.tp if p.zero >= 2 and p.data_ranks > 1 else 0.0
+        ffn = model.ffn / w.parts.mlp
+        layer = rows * (model.hidden + (1 + halves) * ffn) + added * model.hidden * ffn
+    table = added * model.embedding_params / w.parts.vocabulary
+    head = rows * (2 * model.hidden / w.sequence_split + model.vocab / w.parts.vocabulary) + table
+    sent = sent_table(w)
     all_sent = sent * (tables if w.microbatches > 1 else min(tables, 1))
     once = layer + made_again(w) + (sent if tables else 0.0)
     return max(once, all_sent + (table if tables else 0.0), all_sent + head if has_head else 0.0)
+
+
+def sent_table(w: Workload) -> float:
+    """Bytes of a table's gradient in 32 bits on its way to the shards of ZeRO-2 and 3."""
+    p = w.parallel
+    return 4 * w.model.embedding_params / w.parts.vocabulary if p.zero >= 2 and p.data_ranks > 1 else 0.0
+
+
+def sent_last(w: Workload, tables: int) -> float:
+    """Bytes beside the shards of gradients when a step sends its last one, the first table's: its own, in low precision and in
+    full. Where tp cuts entries ZeRO cuts features, which are packed: then also its copy, and those of a layer and of further
+    tables, whose memory is kept to be used again. tables: in the stage."""
+    full = sent_table(w)
+    alone = full * (1 + w.width / 4 if w.width < 4 else 1)
+    return alone + tables * full + 4 * sum(stage_params(w, 1, 0)) if full and w.parallel.tp > 1 else alone
 
 
 def made_again(w: Workload) -> float:
@@ -125,8 +141,7 @@ def made_again(w: Workload) -> float:
     model, p = w.model, w.parallel
     nbytes = layer_activation_bytes(w, "none") if w.plan.recompute == "full" else 0.0
     if p.zero == 3:
-        gathered = model.layer_params(True, 1 / p.ep) if model.experts else model.layer_params(False)
-        nbytes += 2 * 2 * gathered / p.tp
+        nbytes += 2 * 2 * over_tp(w, model.layer_params(True, 1 / p.ep) if model.experts else model.layer_params(False))
     return nbytes
 
 
@@ -134,9 +149,15 @@ def stage_params(w: Workload, layers: int, embeddings: int) -> tuple[float, floa
     """Parameters on one rank of a stage, before ZeRO: (all but experts, experts). embeddings: tables in the stage."""
     model, p = w.model, w.parallel
     layer_params = model.layer_params(True, 0.0) if model.experts else model.layer_params(False)
-    shared = layers * layer_params / p.tp + embeddings * model.embedding_params / p.tp
+    shared = layers * over_tp(w, layer_params) + embeddings * model.embedding_params / w.parts.vocabulary
     expert_params = model.mlp_params(model.expert_ffn) if model.experts else 0
-    return shared, layers * model.experts / p.ep * expert_params / p.expert_tp
+    return shared, layers * model.experts / p.ep * expert_params / w.parts.expert
+
+
+def over_tp(w: Workload, layer_params: float) -> float:
+    """How many of a layer's parameters a rank holds."""
+    attention = w.model.attention_params()
+    return attention / w.parts.heads + (layer_params - attention) / w.mlp_parts(w.model.experts > 0)
 
 
 def stage_memory(w: Workload, stage: int, layers: int) -> Memory:
@@ -151,7 +172,8 @@ def stage_memory(w: Workload, stage: int, layers: int) -> Memory:
     if w.software.is_emitted:
         temporary = most_for_a_moment(w, embeddings, stage == p.pp - 1)
         if w.microbatches == 1:
-            gradients = max(0.0, gradients - activations - temporary)
+            last = sent_last(w, embeddings) if stage == 0 else 0.0
+            gradients = max(0.0, gradients + last - activations - temporary)
     else:
         temporary = 4 * T * model.hidden / w.sequence_split + made_again(w)
         temporary += 6 * T * model.vocab / p.tp if stage == p.pp - 1 else 0.0
@@ -179,6 +201,9 @@ def state_bytes(w: Workload, shared: float, experts: float) -> tuple[float, floa
 
 
 def fullest_stage(w: Workload, layers: tuple[tuple[int, ...], ...]) -> Memory:
-    """Memory of the stage that holds most; the first, the second, and the last are the candidates."""
-    stages = sorted({0, min(1, w.parallel.pp - 1), w.parallel.pp - 1})
+    """Memory of the stage that holds most; the first, the second, and the last are the candidates, in emitted programs also the
+    first with most layers."""
+    counts = [sum(chunks) for chunks in layers]
+    fullest = counts.index(max(counts)) if w.software.is_emitted else 0
+    stages = sorted({0, min(1, w.parallel.pp - 1), fullest, w.parallel.pp - 1})
     return max((stage_memory(w, i, sum(layers[i])) for i in stages), key=lambda memory: memory.total)

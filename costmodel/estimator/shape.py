@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -186,12 +187,29 @@ class TransformerShape:
 
 
 class Cut(NamedTuple):
-    """A dim of so many units over ranks of axes: a unit is what may not be torn."""
+    """A dim of so many units over ranks of axes: a unit is what may not be torn. unequal: ranks may differ by a unit."""
 
     what: str
     units: int
     axes: str
     ranks: int
+    unequal: bool
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the units divide by the ranks, or every rank has some of them where ranks may differ."""
+        return self.units % self.ranks == 0 or (self.unequal and self.units > self.ranks)
+
+
+class Parts(NamedTuple):
+    """Into how many parts tp cuts attention (its heads), an MLP, an expert, the vocabulary and the sequence (of norms and
+    residuals); into as many as the longest part would make where ranks differ."""
+
+    heads: float
+    mlp: float
+    expert: float
+    vocabulary: float
+    positions: float
 
 
 @dataclass(frozen=True)
@@ -241,28 +259,73 @@ class ParallelConfig:
         """Tensor parallelism inside an expert: tp while the expert groups fit beside it, else none."""
         return self.tp if self.ep <= self.dp * self.cp else 1
 
-    def cuts(self, model: TransformerShape) -> Iterator[Cut]:
-        """The dims that the plan cuts into equal parts: this alone says which sizes of a model must divide."""
-        if self.tp > 1:
-            yield Cut("heads", model.heads, "tp", self.tp)
-            yield Cut("heads of keys", model.heads if model.mla else model.kv_heads or model.heads, "tp", self.tp)
-            yield Cut("entries of the vocabulary", model.vocab, "tp", self.tp)
-            if model.moe_layers < model.layers:
-                yield Cut("features of an MLP", model.ffn, "tp", self.tp)
+    def cuts(self, model: TransformerShape, unequal: bool = False) -> Iterator[Cut]:
+        """The dims that the plan cuts: this alone says which sizes of a model must divide. unequal: parts may differ by a unit,
+        as in emitted programs, but for experts apart over ep, and for positions that no other dim's units divide."""
+        yield from self._over_tp(model, unequal)
         if model.experts:
-            yield Cut("experts", model.experts, "ep", self.ep)
-            if self.ep > 1 or model.experts % self.tp:  # else whole experts are apart over tp
-                yield Cut("features of an expert", model.expert_ffn, "tp", self.expert_tp)
+            yield Cut("experts", model.experts, "ep", self.ep, False)
         split = {"cp": self.cp, "tp": self.tp if self.sequence_parallel else 1}
         names = [name for name, size in split.items() if size > 1]
-        yield Cut("positions", model.seq_len, "*".join(names), prod(split.values()))
+        positions, rest = divmod(model.seq_len, self.cp)
+        in_units = (
+            unequal and self.sequence_parallel and not rest and any(positions % n == 0 for n in self.units(model))
+        )
+        yield Cut("positions", model.seq_len, "*".join(names), prod(split.values()), in_units)
 
-    def undivided(self, model: TransformerShape) -> list[Cut]:
-        """The cuts that do not divide."""
-        return [cut for cut in self.cuts(model) if cut.units % cut.ranks]
+    def _over_tp(self, model: TransformerShape, unequal: bool) -> Iterator[Cut]:
+        if self.tp > 1:
+            yield Cut("heads", model.heads, "tp", self.tp, unequal)
+            yield Cut(
+                "heads of keys", model.heads if model.mla else model.kv_heads or model.heads, "tp", self.tp, unequal
+            )
+            yield Cut("entries of the vocabulary", model.vocab, "tp", self.tp, unequal)
+            if model.moe_layers < model.layers:
+                yield Cut("features of an MLP", model.ffn, "tp", self.tp, unequal)
+        if model.experts and not self._whole_experts(model):
+            yield Cut("features of an expert", model.expert_ffn, "tp", self.expert_tp, unequal)
 
-    def check(self, model: TransformerShape, ranks: int, batch: int, micro_batch: int) -> None:
-        """Raises ConstraintError, naming the sizes and a fix, when the plan does not fit model or cluster."""
+    def impossible(self, model: TransformerShape, unequal: bool = False) -> list[Cut]:
+        """The cuts that cannot be made."""
+        return [cut for cut in self.cuts(model, unequal) if not cut.is_possible]
+
+    def units(self, model: TransformerShape) -> tuple[int, ...]:
+        """The sizes that tp does not divide, in ascending order and without multiples of others: a dim is cut in units of the
+        first of them that it is a multiple of."""
+        found: list[int] = []
+        for size in sorted(cut.units for cut in self._over_tp(model, True) if cut.units % self.tp):
+            found += [size] if all(size % unit for unit in found) else []
+        return tuple(found)
+
+    def _whole_experts(self, model: TransformerShape) -> bool:
+        """Whether experts are apart over tp."""
+        return self.ep == 1 and model.experts % self.tp == 0
+
+    def parts(self, model: TransformerShape, unequal: bool) -> Parts:
+        """The parts along tp."""
+        units = self.units(model) if unequal else ()
+
+        def parts(size: int, ranks: int = self.tp) -> float:
+            unit = next((unit for unit in units if ranks > 1 and size % unit == 0), 0)
+            return unit / -(-unit // ranks) if unit else ranks
+
+        heads, positions = model.heads if model.mla else model.kv_heads or model.heads, model.seq_len // self.cp
+        return Parts(
+            heads=parts(heads),
+            mlp=parts(model.ffn),
+            expert=parts(model.experts if self._whole_experts(model) else model.expert_ffn, self.expert_tp),
+            vocabulary=parts(model.vocab),
+            positions=parts(positions) if self.sequence_parallel else 1,
+        )
+
+    def microbatches(self, batch: int, micro_batch: int, unequal: bool) -> int:
+        """Microbatches of a step; where ranks may differ the fewest of which none has more than micro_batch sequences of each."""
+        rows = self.dp * micro_batch
+        return _least_divisor(batch, -(-batch // rows)) if unequal else max(1, batch // rows)
+
+    def check(self, model: TransformerShape, ranks: int, batch: int, micro_batch: int, unequal: bool = False) -> None:
+        """Raises ConstraintError, naming the sizes and a fix, when the plan does not fit model or cluster. unequal: whether ranks
+        may hold parts that differ by a unit."""
         for name in ("dp", "tp", "pp", "cp", "ep"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ConstraintError(f"{name} must be a positive integer, got {getattr(self, name)!r}")
@@ -278,17 +341,38 @@ class ParallelConfig:
             )
         if self.ep > 1 and not model.experts:
             raise ConstraintError(f"ep={self.ep}, but the model has no experts; use ep=1")
-        for cut in self.undivided(model):
-            fits = max(n for n in range(1, min(cut.ranks, cut.units) + 1) if cut.units % n == 0)
+        for cut in self.impossible(model, unequal):
+            fits = max(n for n in range(1, min(cut.ranks, cut.units) + 1) if cut._replace(ranks=n).is_possible)
             raise ConstraintError(
                 f"{cut.units} {cut.what} cannot be split over {cut.axes}={cut.ranks}; the next smaller that fits: {fits}"
             )
         if self.ep > 1 and (self.dp * self.cp * self.tp) % self.ep:
             raise ConstraintError(f"ep={self.ep} must divide dp*cp*tp={self.dp * self.cp * self.tp}")
-        if batch % (self.dp * micro_batch):
+        if unequal:
+            self._check_rows(batch, micro_batch)
+        elif batch % (self.dp * micro_batch):
             raise ConstraintError(
                 f"batch={batch} is no multiple of dp*micro_batch={self.dp * micro_batch}; "
                 f"nearest: {max(1, round(batch / (self.dp * micro_batch))) * self.dp * micro_batch}"
             )
         if self.zero not in (0, 1, 2, 3):
             raise ConstraintError(f"zero is 0, 1, 2 or 3, got {self.zero!r}")
+
+    def _check_rows(self, batch: int, micro_batch: int) -> None:
+        """Raises ConstraintError where no microbatches have so many sequences for the rank that takes most, and some for each."""
+        rows = batch // self.microbatches(batch, micro_batch, True)
+        if rows < self.dp or -(-rows // self.dp) < micro_batch:
+            raise ConstraintError(
+                f"batch={batch} has no microbatches of {micro_batch} sequences for each of dp={self.dp} ranks, "
+                f"or one less for some; nearest: {max(1, round(batch / (self.dp * micro_batch))) * self.dp * micro_batch}"
+            )
+        if self.ep > 1 and rows % self.dp:
+            raise ConstraintError(
+                f"a microbatch of {rows} sequences does not divide by dp={self.dp}, as experts over ep need"
+            )
+
+
+@lru_cache(maxsize=65536)
+def _least_divisor(n: int, least: int) -> int:
+    """The least divisor of n that is not less than `least`."""
+    return next(d for d in range(least, n + 1) if n % d == 0)

@@ -1,6 +1,6 @@
 """The plans that a search may choose from: every size, split, schedule, recompute and ZeRO level that published runs use.
 
-Sizes multiply to the ranks and divide what they cut (`ParallelConfig.cuts`, and the batch); layers may be split unevenly.
+Sizes multiply to the ranks and can cut what they cut (`ParallelConfig.cuts`, and the batch); layers may be split unevenly.
 Zero-bubble schedules are offered only with as many microbatches as their closed forms were checked for.
 """
 
@@ -39,22 +39,29 @@ def divisors(n: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(n // d for d in small)}))
 
 
-def sizes(model: TransformerShape, ranks: int, batch: int, space: Space) -> Iterator[tuple[int, int, int, int, int]]:
-    """(dp, tp, pp, cp, ep) that multiply to the ranks and divide model and batch."""
+def sizes(
+    model: TransformerShape, ranks: int, batch: int, space: Space, unequal: bool = False
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """(dp, tp, pp, cp, ep) that multiply to the ranks and cut model and batch. unequal: into parts that may differ by a unit."""
     for tp in (t for t in divisors(ranks) if t <= space.max_tp):
         for pp in (p for p in divisors(ranks // tp) if p <= model.most_stages):
             for cp in (c for c in divisors(ranks // (tp * pp)) if c <= space.max_cp):
                 dp = ranks // (tp * pp * cp)
-                if batch % dp or cp & (cp - 1):
+                if (batch < dp if unequal else batch % dp) or cp & (cp - 1):
                     continue
                 for ep in divisors(model.experts) if model.experts else (1,):
-                    if (dp * cp * tp) % ep == 0 and not ParallelConfig(dp, tp, pp, cp, ep).undivided(model):
+                    plan = ParallelConfig(dp, tp, pp, cp, ep)
+                    if (dp * cp * tp) % ep == 0 and not (ep > 1 and batch % dp) and not plan.impossible(model, unequal):
                         yield dp, tp, pp, cp, ep
 
 
-def micro_batches(batch: int, dp: int, space: Space) -> tuple[int, ...]:
-    """Sequences that a rank may take at a time."""
-    return tuple(b for b in divisors(batch // dp) if space.micro_batches is None or b in space.micro_batches)
+def micro_batches(batch: int, dp: int, space: Space, unequal: bool = False) -> tuple[int, ...]:
+    """Sequences that a rank may take at a time; the most of any rank, where they are unequal."""
+    possible = divisors(batch // dp)
+    if unequal:
+        rows = (batch // m for m in divisors(batch) if batch // m >= dp)
+        possible = tuple(sorted({-(-n // dp) for n in rows}))
+    return tuple(b for b in possible if space.micro_batches is None or b in space.micro_batches)
 
 
 def pipelines(model: TransformerShape, pp: int, m: int, space: Space) -> Iterator[tuple[str, int | None]]:

@@ -80,7 +80,7 @@ def estimate_workload(w: Workload, check: bool = True) -> Estimate:
     model, cluster, plan = w.model, w.cluster, w.plan
     peak_flops = w.peak_flops()
     if check:
-        plan.parallel.check(model, cluster.size, w.batch, plan.micro_batch)
+        plan.parallel.check(model, cluster.size, w.batch, plan.micro_batch, w.software.is_emitted)
         if w.software.is_emitted and (reason := not_emitted(w)):
             raise ConstraintError(reason)
     plan.check()

@@ -7,10 +7,11 @@ and `Workload` all of it together: every formula of this folder takes a `Workloa
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from autopar.cluster import ClusterSpec
 from autopar.cluster.device import DeviceSpec, dtype_bytes
-from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
+from autopar.costmodel.estimator.shape import ParallelConfig, Parts, TransformerShape
 from autopar.costmodel.software import Software
 from autopar.errors import ConstraintError
 
@@ -91,12 +92,27 @@ class Workload:
     @property
     def microbatches(self) -> int:
         """Microbatches of a step on one data-parallel rank."""
-        return max(1, self.batch // (self.parallel.dp * self.plan.micro_batch))
+        return self.parallel.microbatches(self.batch, self.plan.micro_batch, self.software.is_emitted)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of one microbatch on the data-parallel rank that has most."""
+        emitted = self.software.is_emitted
+        return -(-self.batch // (self.microbatches * self.parallel.dp)) if emitted else self.plan.micro_batch
 
     @property
     def tokens(self) -> float:
         """Tokens of one microbatch on one rank (before sequence parallelism)."""
-        return self.plan.micro_batch * self.model.seq_len / self.parallel.cp
+        return self.sequences * self.model.seq_len / self.parallel.cp
+
+    @cached_property
+    def parts(self) -> Parts:
+        """Into how many parts tp cuts the model."""
+        return self.parallel.parts(self.model, self.software.is_emitted)
+
+    def mlp_parts(self, moe: bool) -> float:
+        """Into how many parts tp cuts what follows attention in a layer. moe: experts."""
+        return self.parts.expert if moe and self.parallel.expert_tp > 1 else self.parts.mlp
 
     @property
     def wide(self) -> str:
@@ -111,9 +127,9 @@ class Workload:
         return dtype_bytes(self.wide)
 
     @property
-    def sequence_split(self) -> int:
+    def sequence_split(self) -> float:
         """How many ways norms and residuals are split over tp."""
-        return self.parallel.tp if self.parallel.sequence_parallel else 1
+        return self.parts.positions
 
     @property
     def memory_Bps(self) -> float:

@@ -26,7 +26,9 @@ States = tuple[tuple[Spec, Spec], ...]
 
 def run_states(axes: tuple[tuple[str, int], ...], shape: tuple[int, ...]) -> States:
     """How a trained parameter may be stored and updated with runs: those of every block over axes that no dims can take in equal
-    parts together with its own, which are stored too, or of which the optimizer's state is beside a coarser block."""
+    parts together with its own, which are stored too, or of which the optimizer's state is beside a coarser block. Also such a
+    state beside a coarser block whose free dims do not divide, and whose others the axes would cut the other way round: of
+    f32[7, 8] [., @tp] a run over dp, as [., @dp.tp] is no part of it."""
     if not shape:
         return ()
     on_mesh, mesh = shards(axes, len(shape)), Mesh(axes)
@@ -39,14 +41,17 @@ def run_states(axes: tuple[tuple[str, int], ...], shape: tuple[int, ...]) -> Sta
     for a, b in zip(*(n.tolist() for n in refinements(letters)), strict=True):
         if divides[a] and divides[b] and (a == b or letters.specs[b] not in uneven):
             coarser.setdefault(letters.specs[b], []).append(letters.specs[a])
+    finer = {(storage, block.axes) for block, several in coarser.items() for storage in several}
     states = []
     for block in blocks:
         elements = math.prod(block.local_shape(shape, mesh))
         free = [axis for axis in letters.axes if axis not in block.axes]
         for run in (run for n in range(1, len(free) + 1) for run in combinations(free, n)):
-            if block.axes.union(run) not in taken and elements > 1:
-                spec = Spec(block.dims, (), run)
+            together, spec = block.axes.union(run), Spec(block.dims, (), run)
+            if together not in taken and elements > 1:
                 states += [(spec, spec), *((storage, spec) for storage in coarser[block])]
+            elif () in block.dims and elements >= mesh.product(run):
+                states += [(storage, spec) for storage in coarser[block] if (storage, together) not in finer]
     return tuple(states)
 
 

@@ -310,8 +310,9 @@ class Problem:
         coarse, fine = refinements(shards.letters)
         possible = divides[coarse] & divides[fine] & (updated | (coarse == fine))
         if self.mesh.uneven:  # ranks share equally what no op wants in unequal blocks
-            even = np.array([not spec.is_uneven(type_.shape, self.mesh) for spec in specs])
-            possible &= even[fine] | (coarse == fine)
+            for i in np.flatnonzero(possible & (coarse != fine)).tolist():
+                dims = zip(type_.shape, specs[coarse[i]].dims, specs[fine[i]].dims, strict=True)
+                possible[i] = not any(a != b and self.mesh.is_uneven(n, b) for n, a, b in dims)
         whole = next((n for n in group.names if n in self.setting.optimizer.whole), None)
         if whole is not None:
             possible &= fine == 0

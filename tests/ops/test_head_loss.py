@@ -16,6 +16,7 @@ from autopar.capture.graph import head_losses
 from autopar.ops.dialect import LIFT
 from autopar.ops.head_loss import head_loss
 from autopar.runtime.comm.devices import Device
+from autopar.runtime.comm.mesh import Shares
 from autopar.runtime.kernels import losses
 from autopar.runtime.kernels.losses import chunk_rows
 from benchmarks.models import Llama, LlamaShape
@@ -158,6 +159,15 @@ def test_a_vocabulary_in_blocks_exchanges_two_rows_a_chunk_and_no_logits(name: s
     (line,) = (t for t in program.source(0).splitlines() if "losses.linear_cross_entropy" in t)
     assert "along=rt.along('tp')" in line
     assert max(c.nbytes for c in program.account.collectives) <= BATCH * SEQ * WIDTH * 4
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("name", ["mean", "smoothed"])
+def test_a_vocabulary_that_does_not_divide_is_in_blocks_of_unequal_size(name: str, dp: int) -> None:
+    program = compiled(LOSSES[name], ranks=3 * dp, strategy="megatron", mesh={"dp": dp, "tp": Shares((22, 21, 21))})
+    (stage,) = program.plan.stages
+    assert "tp" in stage.parameters["embed.weight"].storage.axes
+    assert_eagers(program)
 
 
 @pytest.mark.few(3)

@@ -82,11 +82,13 @@ def _on_meshes(task: Task, budget: float, policy: str) -> tuple[list[PricedPlan]
     asked, fell_short = task.options.strategy, False
     candidates: list[PricedPlan] = []
 
-    def solved(question: tuple[Mesh, str]) -> PricedPlan | Shortage | None:
+    def solved(question: tuple[Mesh, str]) -> PricedPlan | Shortage | InfeasibleError | None:
         mesh, strategy = question
         try:
             return solve_mesh(task.on(mesh), strategy, budget, recompute=policy)
-        except (InfeasibleError, ConstraintError):
+        except InfeasibleError as error:
+            return error if strategy == asked else None
+        except ConstraintError:
             if strategy == asked and mesh in first:
                 raise
             return None
@@ -94,12 +96,17 @@ def _on_meshes(task: Task, budget: float, policy: str) -> tuple[list[PricedPlan]
     first = candidate_meshes(task.cluster, task.options, rows=rows_of(task.program))
     meshes = uneven_too(task, first) if task.layout is None else first
     questions = [(mesh, strategy) for mesh in meshes for strategy in _strategies(asked, mesh, task.layout is not None)]
+    without_choice: list[InfeasibleError] = []
     with task.workers.answers(solved, questions) as results:
         for (_, strategy), result in zip(questions, results, strict=True):
             if isinstance(result, Shortage):
                 fell_short = fell_short or strategy == asked
+            elif isinstance(result, InfeasibleError):
+                without_choice.append(result)
             elif result is not None:
                 candidates.append(result)
+    if without_choice and not candidates and not fell_short:
+        raise without_choice[0]
     candidates.sort(key=lambda c: (c.solution.cost, c.solution.memory))
     if not candidates:
         return [], fell_short

@@ -14,11 +14,12 @@ from autopar.costmodel.estimator.search import search
 from autopar.costmodel.estimator.shape import ParallelConfig
 from autopar.costmodel.estimator.step import estimate_workload
 from autopar.costmodel.estimator.workload import Workload, not_emitted
+from autopar.costmodel.software import Software
 from autopar.errors import ConstraintError
 from benchmarks import agree, agree_cases
 from benchmarks.published_compiled import inexpressible
 
-SMALL = replace(agree_cases.LLAMA, layers=2, vocab=32000)
+SMALL = agree_cases.SMALL
 SAMPLE = Path(__file__).parent / "published_sample.json"
 
 
@@ -53,13 +54,13 @@ def test_layouts_of_every_kind_are_answered_alike() -> None:
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("at", range(len(list(agree_cases.refusable()))))
-def test_what_does_not_divide_is_refused_by_both(at: int) -> None:
+def test_what_cannot_be_cut_is_refused_by_both(at: int) -> None:
     check(islice(agree_cases.refusable(), at, at + 1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(8))
-@pytest.mark.parametrize("kinds", ["kinds", "stages", "presets"])
+@pytest.mark.parametrize("kinds", ["unequal", "kinds", "stages", "presets"])
 def test_the_long_list_is_answered_alike(kinds: str, part: int) -> None:
     check(list(agree_cases.CASES[kinds]())[part::8])
 
@@ -68,6 +69,32 @@ def test_the_long_list_is_answered_alike(kinds: str, part: int) -> None:
 @pytest.mark.parametrize("part", range(4))
 def test_published_layouts_are_answered_alike(part: int, tmp_path: Path) -> None:
     check(map(shallow, list(agree_cases.published(str(SAMPLE)))[part::4]))
+
+
+def test_unequal_parts_are_answered_alike() -> None:
+    check(
+        [
+            agree_cases.rows(agree_cases.case(SMALL, 5, micro_batch=4, dp=5, zero=3), 17),
+            agree_cases.case(replace(agree_cases.SMALL_GPT, vocab=50257), 8, tp=8),
+            agree_cases.case(agree_cases.SMALL_GPT, 8, dp=2, tp=4, zero=3),
+            agree_cases.case(replace(agree_cases.SMALL_MIXTURE, experts=7), 8, 2, dp=2, tp=4, zero=1),
+            agree_cases.case(SMALL, 5, tp=5),
+        ]
+    )
+
+
+def test_the_longest_part_decides() -> None:
+    """25 heads over 8 ranks are four of some, and so are the 256 · 25 features of an MLP."""
+    w = agree_cases.case(replace(agree_cases.SMALL_GPT, vocab=50257), 8, tp=8)
+    parts = w.parallel.parts(w.model, unequal=True)
+    assert (25 / parts.heads, 6400 / parts.mlp, 50257 / parts.vocabulary) == (4, 4 * 256, 6283)
+    assert w.parallel.parts(w.model, unequal=False).heads == 8
+    uneven = agree_cases.rows(agree_cases.case(SMALL, 5, micro_batch=4, dp=5), 17)
+    assert (uneven.microbatches, uneven.sequences) == (1, 4)
+    assert agree_cases.rows(agree_cases.case(SMALL, 4, micro_batch=2, dp=4), 30).microbatches == 5
+    as_framework = replace(w, software=Software("bf16"))
+    with pytest.raises(ConstraintError, match="25 heads cannot be split over tp=8"):
+        estimate_workload(as_framework)
 
 
 def test_the_sizes_that_must_divide_stand_in_one_table() -> None:
@@ -82,7 +109,7 @@ def test_the_sizes_that_must_divide_stand_in_one_table() -> None:
         "features of an expert": (1408, 8),
         "positions": (4096, 16),
     }
-    assert not plan.undivided(agree_cases.DEEPSEEK)
+    assert not plan.impossible(agree_cases.DEEPSEEK)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +133,16 @@ def test_a_search_for_emitted_programs_finds_what_they_have() -> None:
     for one in found.best:
         assert one.estimate.fits
         assert not not_emitted(w.at(one.plan))
+
+
+def test_a_search_for_emitted_programs_takes_any_number_of_ranks() -> None:
+    w = agree_cases.rows(agree_cases.case(SMALL, 5, dp=5), 17)
+    found = search(w.model, w.cluster, batch=w.batch, software=w.software, top=2)
+    assert found.best[0].plan.parallel.dp == 5
+    for one in found.best:
+        assert one.estimate == estimate_workload(w.at(one.plan))
+    frameworks = search(w.model, w.cluster, batch=w.batch, software=Software("bf16"))
+    assert {one.plan.parallel.dp for one in frameworks.best} == {1}
 
 
 def test_the_answers_are_counted_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
