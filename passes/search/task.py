@@ -35,7 +35,7 @@ from autopar.passes.search.workers import Workers
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.solve_mesh import OnMesh
 from autopar.passes.shard.uneven import most_units
-from autopar.plan import Plan
+from autopar.plan import Plan, StagePlan
 
 
 @dataclass
@@ -125,6 +125,23 @@ class Task:
     def offloading(self, kinds: frozenset[str]) -> Task:
         """The task with these kinds of bytes resting in memory tiers (`autopar.passes.shard.offload`)."""
         return self if kinds == self.setting.offload else self.changed(setting=replace(self.setting, offload=kinds))
+
+    def sharing(self, mesh: Mesh) -> Mesh:
+        """The mesh, or that of the layout's stage on such ranks where under the mesh's shares the stage's parameters would lie in
+        other blocks."""
+        for stage in self.layout.stages if self.layout is not None else ():
+            if stage.mesh.ranks == mesh.ranks and not self._lie_alike(stage, mesh):
+                return Mesh(stage.mesh.axes, mesh.offset)
+        return mesh
+
+    def _lie_alike(self, stage: StagePlan, mesh: Mesh) -> bool:
+        return all(
+            mesh.blocks(size, axes) == stage.mesh.blocks(size, axes)
+            for name, stored in stage.parameters.items()
+            if name in self.program.parameters
+            for spec in (stored.storage, stored.optimizer)
+            for size, axes in zip(self.program.parameters[name].type.shape, spec.dims, strict=True)
+        )
 
     def on(self, mesh: Mesh, setting: Setting | None = None) -> OnMesh:
         """The whole program on one mesh, its parameters stored as in the layout's stages on such a mesh. setting: by default

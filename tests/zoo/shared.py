@@ -59,7 +59,12 @@ def key_of(model: nn.Module, inputs: Any, rest: tuple[Any, ...]) -> Hashable:
     text = io.BytesIO()
     try:
         Contents(text).dump((model, described_inputs(inputs), rest, modes))
-    except (AttributeError, RuntimeError, TypeError, pickle.PicklingError):  # what has no name, or is not to be written so
+    except (
+        AttributeError,
+        RuntimeError,
+        TypeError,
+        pickle.PicklingError,
+    ):  # what has no name, or is not to be written so
         return None
     return hashlib.sha256(text.getvalue()).hexdigest()
 

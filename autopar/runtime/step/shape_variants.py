@@ -16,6 +16,7 @@ from ..comm.nodes import use_nodes
 from ..errors import RuntimeProgramError
 from ..guards import Guards
 from ..memory.tiers import Tiers
+from ..program.layout import local_slices
 from ..program.tables import Pipeline, StageTables
 from .absent_gradients import Absent
 from .pipeline import Executor
@@ -54,7 +55,7 @@ class Form:
             assert own is not None
             owner = first.stages[index] if first is not None else None
             if owner is not None:
-                _check_stored_alike(tables, owner.tables)
+                _check_stored_alike(tables, owner.tables, own, owner.comm)
             held = {info.name: value for form in earlier for info, value in form.stages[index].stored()}
             held = held if earlier else self._held(index)
             self.stages[index] = Stage(
@@ -94,11 +95,13 @@ def _sizes(pipeline: Pipeline) -> list[tuple[dict[str, int], int]]:
     return [({axis: int(size) for axis, size in mesh.items()}, first) for mesh, first in pipeline.meshes]
 
 
-def _check_stored_alike(tables: StageTables, first: StageTables) -> None:
+def _check_stored_alike(tables: StageTables, first: StageTables, comm: Comm, first_comm: Comm) -> None:
     """Raises RuntimeProgramError where a form stores a parameter otherwise than the first one."""
     for name, info in tables.parameters.items():
         known = first.parameters.get(name)
-        if known is None or known.stored_as != info.stored_as:
+        specs = () if known is None else (info.spec, info.opt_spec)
+        apart = any(local_slices(info.shape, s, comm) != local_slices(info.shape, s, first_comm) for s in specs)
+        if apart or known is None or known.stored_as != info.stored_as:
             raise RuntimeProgramError(
                 f"stage {tables.index}: a form stores {name} as {info.stored_as}, the first one as "
                 f"{known and known.stored_as}; were its files mixed? Emit it again"

@@ -94,7 +94,7 @@ def _on_meshes(task: Task, budget: float, policy: str) -> tuple[list[PricedPlan]
             return None
 
     first = candidate_meshes(task.cluster, task.options, rows=rows_of(task.program))
-    meshes = uneven_too(task, first) if task.layout is None else first
+    meshes = uneven_too(task, first) if task.layout is None else [task.sharing(mesh) for mesh in first]
     questions = [(mesh, strategy) for mesh in meshes for strategy in _strategies(asked, mesh, task.layout is not None)]
     without_choice: list[InfeasibleError] = []
     with task.workers.answers(solved, questions) as results:

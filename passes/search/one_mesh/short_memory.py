@@ -109,7 +109,7 @@ def _offload_kinds(task: Task) -> list[frozenset[str]]:
 def _meshes_by_bound(task: Task) -> list[tuple[Mesh, float]]:
     """Meshes with the least seconds that any plan on them takes, the best bound first."""
     bounds_s: list[tuple[Mesh, float]] = []
-    for mesh in candidate_meshes(task.cluster, task.options, rows=rows_of(task.program)):
+    for mesh in map(task.sharing, candidate_meshes(task.cluster, task.options, rows=rows_of(task.program))):
         try:
             bounds_s.append((mesh, joint_on(task, mesh).fastest.seconds))
         except (InfeasibleError, ConstraintError):
