@@ -17,7 +17,7 @@ from autopar.costmodel.estimator.workload import Workload, not_emitted
 from autopar.costmodel.software import Software
 from autopar.errors import ConstraintError
 from benchmarks import agree, agree_cases
-from benchmarks.published_compiled import inexpressible
+from benchmarks.published_compiled import forced_options, inexpressible
 
 SMALL = agree_cases.SMALL
 SAMPLE = Path(__file__).parent / "published_sample.json"
@@ -81,6 +81,13 @@ def test_unequal_parts_are_answered_alike() -> None:
             agree_cases.case(SMALL, 5, tp=5),
         ]
     )
+
+
+def test_a_mesh_that_leaves_no_choice_hides_none_with_shares() -> None:
+    w = agree_cases.case(replace(agree_cases.SMALL_MIXTURE, ffn=1026), 8, dp=2, ep=2, tp=4)
+    program = agree._compiled(w, forced_options(w))
+    assert program.plan.stages[0].mesh.uneven
+    assert not agree.uncut(program, w)
 
 
 def test_the_longest_part_decides() -> None:
