@@ -112,9 +112,15 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
         check_source(arguments.data)
     for name in ("save", "profile"):
         path = getattr(arguments, name)
-        problem = try_directory(Path(path))[0] if path else ""
+        problem = try_directory(_there(Path(path)))[0] if path else ""
         if problem:
             raise RuntimeProgramError(f"--{name} {path}: {problem}; give a directory that every rank can write to")
+
+
+def _there(path: Path) -> Path:
+    """The directory, or the innermost one that it is to be made in: a run that fails leaves none behind."""
+    there = next(one for one in (path, *path.absolute().parents) if one.exists())
+    return there if there.is_dir() else path
 
 
 def _end_on_interrupt(arguments: argparse.Namespace) -> None:

@@ -24,6 +24,7 @@ from ..data.schema import integer, listed, table, text
 from ..errors import RankError, RuntimeProgramError
 from ..guards import Guards
 from ..step.pipeline import Executor
+from ..step.rebalance import rests_by_shares
 from ..step.same_data import checksum
 from ..step.session import Session
 from ..step.stage import Stage, inputs_of
@@ -80,6 +81,8 @@ def why_not(session: Session) -> str:
         return "there is one rank alone"
     if any(rt.in_tier for rt in session.rts):
         return "parameters rest in a memory tier"
+    if not _equal_axes(session):
+        return "parameters rest in blocks of unequal size along every axis"
     return ""
 
 
@@ -126,13 +129,20 @@ def differing(comm: Comm, axis: str, runs: Sequence[Sums]) -> list[tuple[list[in
 
 
 def cheapest_axis(session: Session) -> str:
-    """The axis along which the fewest bytes of parameters and buffers are shards, which a neighbour does not hold."""
+    """The axis along which the fewest bytes of parameters and buffers are shards, which a neighbour does not hold; blocks of
+    unequal size are none that it could take over."""
     (stage,) = session.stages.values()
 
     def nbytes(axis: str) -> int:
         return sum(value.nbytes for info, value in stage.stored() if any(axis in axes for axes in info.spec))
 
-    return min((axis for axis, size in session.comm.mesh.items() if size > 1), key=nbytes)
+    return min(_equal_axes(session), key=nbytes)
+
+
+def _equal_axes(session: Session) -> list[str]:
+    """The axes of several ranks along which nothing rests in blocks of unequal size."""
+    several = (axis for axis, size in session.comm.mesh.items() if size > 1)
+    return [axis for axis in several if not any(rests_by_shares(form, axis) for form in session.forms)]
 
 
 def sums_of(session: Session, batch: Sequence[Tensor], axis: str, by: int) -> Sums:

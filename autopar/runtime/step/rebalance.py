@@ -165,14 +165,14 @@ def _axis(comm: Comm, pipeline: Pipeline, forms: Sequence[Form]) -> tuple[str, s
         return "", f"what the compiler {pipeline.compiler!r} makes is for the rows that ranks have at first"
     by_shares = [axis for axis, size in comm.mesh.items() if isinstance(size, Shares) and len(size.units) == 1]
     for axis in by_shares:
-        if not any(_rests_by_shares(form, axis) for form in forms):
+        if not any(rests_by_shares(form, axis) for form in forms):
             return axis, ""
     if by_shares:
         return "", f"what rests is cut by shares along {', '.join(by_shares)}"
     return "", "no axis of its mesh is cut by shares; compile it with Options(rebalance=True), for more rows than ranks"
 
 
-def _rests_by_shares(form: Form, axis: str) -> bool:
+def rests_by_shares(form: Form, axis: str) -> bool:
     """Whether a part of a parameter, of its optimizer's state or of a buffer is cut by the shares of an axis."""
     return any(
         axis in axes and any(isinstance(one := stage.comm.mesh[a], Shares) and one.of(size) for a in axes)

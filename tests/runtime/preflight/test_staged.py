@@ -31,11 +31,11 @@ SAID = re.compile(r"^preflight: .* in ([\d.]+) s$", re.MULTILINE)
 
 @pytest.fixture(scope="module")
 def program(emitted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
-    """A program for two machines of one rank each, on 10 GbE."""
+    """A program for two machines of one rank each, on 1 GbE."""
     out = tmp_path_factory.mktemp("preflight") / "out"
     shutil.copytree(emitted, out, ignore=shutil.ignore_patterns("saved", "__pycache__"))
     manifest = json.loads((out / "manifest.json").read_text())
-    links = [("node", 1, 1e10, 1e-5), ("cluster", 2, 1.25e9, 5e-5)]
+    links = [("node", 1, 1e10, 1e-5), ("cluster", 2, 1.25e8, 5e-5)]
     named = [dict(zip(("name", "group_size", "bytes_per_s", "latency_s"), link, strict=True)) for link in links]
     machines = {"ranks_per_node": 1, "device": "cpu", "gpu": False, "links": named, "step_flops": 0, "peak_s": None}
     manifest |= {"placement": None, "machines": machines | {"state_bytes": 8 << 20}}
@@ -90,7 +90,7 @@ def nothing_is_found_where_nothing_is_wrong(program, tmp_path):
     )
     assert (first.status, second.status) == (0, 0), first.out + second.out
     assert first.has("2 came, from 2 machines: ranks 0 (alpha), 1 (beta)")
-    assert first.has("cluster: 1 pairs", "(described: 1.25 GB/s)")
+    assert first.has("cluster: 1 pairs", "(described: 0.125 GB/s)")
     assert first.has("preflight: nothing found")
     assert not second.has("preflight:")
     assert not list(run_directory.glob(".preflight*"))
