@@ -36,7 +36,7 @@ def random_plan(
     Stages are cut anywhere, groups may be of unequal size, every group may run two stages, and the schedule is any that
     fits. Half of the gradients are reduced after every microbatch, and half of the parameters that may rest in runs of
     elements do. Half of the plans have blocks in pieces, and insist on these and on the lines that run beside
-    messages. A third of the stages have axes that are cut by shares. pp forces the number of groups (as far as the model
+    messages. A third of the stages have axes that are cut by shares, where batches have one shape. pp forces the number of groups (as far as the model
     can be cut), schedule its name,
     pieces their number; schedules of several stages per group get two. Raises PlanError where a forced schedule has too few
     places to cut.
@@ -69,7 +69,7 @@ def random_plan(
     for part, span, group in zip(cut(ir, ranges), ranges, order, strict=True):
         mesh = random_mesh(sizes[group], rng)
         mesh = Mesh(mesh.axes, sum(sizes[:group]))
-        if uneven.random() < UNEVEN:
+        if uneven.random() < UNEVEN and not program.buckets:
             mesh = with_shares(mesh, part, uneven)
         problem = Problem(part, Pricer(program.cluster, mesh), program.rules, program.setting)
         stage = stage_plan(problem, random_choice(problem.graph, rng, in_runs), span)

@@ -135,8 +135,10 @@ class Task:
         return mesh
 
     def _lie_alike(self, stage: StagePlan, mesh: Mesh) -> bool:
+        """Whether dims are cut alike, and those of runs divide alike, as runs are where none does."""
         return all(
             mesh.blocks(size, axes) == stage.mesh.blocks(size, axes)
+            and all(mesh.is_uneven(size, (axis,)) == stage.mesh.is_uneven(size, (axis,)) for axis in spec.run)
             for name, stored in stage.parameters.items()
             if name in self.program.parameters
             for spec in (stored.storage, stored.optimizer)

@@ -59,21 +59,23 @@ def search_laid_out(submeshes: SubmeshPlans, layout: Layout, best_s: float) -> I
 
 def _planned_by(submeshes: SubmeshPlans, layout: Layout) -> list[SubmeshPlans]:
     """The plans of each stage's submesh: one for all, or, of stages on such meshes that store in several ways what a
-    program on one mesh stores alike (layers of a kind, or a tied parameter), one for each."""
+    program on one mesh stores alike (layers of a kind, or a tied parameter), or have other shares, one for each."""
     groups = parameter_groups(submeshes.task.program).values()
     first_of = {name: group.names[0] for group in groups for name in group.names}
     ways: dict[tuple[Any, str], set[ParameterPlan]] = {}
+    cut: dict[Any, set[Any]] = {}
     for stage in layout.stages:
+        cut.setdefault(stage.mesh.ranks, set()).add(stage.mesh.axes)
         for name, parameter in stage.parameters.items():
-            ways.setdefault((stage.mesh.axes, first_of[name]), set()).add(parameter)
-    several = {axes for (axes, _), different in ways.items() if len(different) > 1}
+            ways.setdefault((stage.mesh.ranks, first_of[name]), set()).add(parameter)
+    several = {ranks for (ranks, _), different in ways.items() if len(different) > 1 or len(cut[ranks]) > 1}
 
     def of_one(stage: StagePlan, places: tuple[Place, ...]) -> SubmeshPlans:
         task = submeshes.task.changed(layout=Layout((stage,), (places,)))
         return SubmeshPlans(TasksByCount(task, submeshes.tasks.batch))
 
     return [
-        of_one(stage, places) if stage.mesh.axes in several else submeshes
+        of_one(stage, places) if stage.mesh.ranks in several else submeshes
         for stage, places in zip(layout.stages, layout.places, strict=True)
     ]
 
