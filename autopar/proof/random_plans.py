@@ -36,9 +36,9 @@ def random_plan(
     Stages are cut anywhere, groups may be of unequal size, every group may run two stages, and the schedule is any that
     fits. Half of the gradients are reduced after every microbatch, and half of the parameters that may rest in runs of
     elements do. Half of the plans have blocks in pieces, and insist on these and on the lines that run beside
-    messages. A third of the stages have axes that are cut by shares, where batches have one shape. pp forces the number of groups (as far as the model
-    can be cut), schedule its name,
-    pieces their number; schedules of several stages per group get two. Raises PlanError where a forced schedule has too few
+    messages. A third of the stages have axes that are cut by shares, where batches have one shape. pp forces
+    the number of groups (as far as the model can be cut), schedule its name, pieces their number; schedules of several
+    stages per group get two. Raises PlanError where a forced schedule has too few
     places to cut.
     """
     rng, reduced, in_runs, uneven = (
