@@ -49,6 +49,11 @@ class StepKind:
         return max(nbytes, self.table.bytes_after(nbytes, size))
 
 
+def _slice_copied_s(held: float, size: int, dims: tuple[int, ...], copy_s: float) -> float:
+    """Seconds to take one of so many parts of what a rank holds."""
+    return 0.1 * copy_s * held / size + 1e-9
+
+
 STEP_KINDS: dict[str, StepKind] = {
     "all_gather": StepKind(
         TABLE_STEPS["all_gather"],
@@ -72,19 +77,9 @@ STEP_KINDS: dict[str, StepKind] = {
         function="ops.only_first",
         by_index=True,
     ),
-    "shard": StepKind(
-        TABLE_STEPS["shard"],
-        "sliced",
-        sends=False,
-        copied_s=lambda held, size, dims, copy_s: 0.1 * copy_s * held / size + 1e-9,
-    ),
+    "shard": StepKind(TABLE_STEPS["shard"], "sliced", sends=False, copied_s=_slice_copied_s),
     "flatten": StepKind(TABLE_STEPS["flatten"], "flat", sends=False),
-    "take": StepKind(
-        TABLE_STEPS["take"],
-        "taken",
-        sends=False,
-        copied_s=lambda held, size, dims, copy_s: 0.1 * copy_s * held / size + 1e-9,
-    ),
+    "take": StepKind(TABLE_STEPS["take"], "taken", sends=False, copied_s=_slice_copied_s),
     "unflatten": StepKind(TABLE_STEPS["unflatten"], "block", sends=False),
 }
 """Every kind of step by its name. Those that the runtime has rows for may be in tables. Those of runs are in tables alone: values

@@ -95,7 +95,7 @@ def shards(axes: tuple[tuple[str, int], ...], rank: int) -> Shards:
 
 
 def _counts(size: int) -> int | float:
-    """As how many ranks an axis counts."""
+    """The number of ranks that an axis counts as: where blocks are unequal, as many as its longest would be of."""
     return sum(size.units[0]) / max(size.units[0]) if isinstance(size, Shares) else size
 
 

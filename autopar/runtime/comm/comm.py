@@ -28,6 +28,7 @@ from ..data.schema import Schema, SchemaError, anything
 from ..errors import RuntimeProgramError
 from .backends import backend_of
 from .calls import Call, Handle, Message, Posted, Watcher
+from .chunks import front_chunks, join_chunks
 from .collectives import COLLECTIVES
 from .hierarchical import TwoLevels
 from .mesh import Group, cut, group_ranks, interval, mesh_index, mesh_size
@@ -35,16 +36,6 @@ from .reductions import REDUCTIONS
 
 T = TypeVar("T")
 Axes = str | tuple[str, ...]
-
-
-def front_chunks(x: Tensor, dim: int, n: int) -> Tensor:
-    """x cut into n chunks along dim, as a view (n, *chunk)."""
-    return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)
-
-
-def join_chunks(chunks: Tensor, dim: int) -> Tensor:
-    """(n, *chunk) joined along dim: the inverse of front_chunks; contiguous, copied only when dim is not 0."""
-    return chunks.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
 class Comm(ABC):

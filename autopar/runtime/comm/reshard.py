@@ -24,7 +24,8 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import RuntimeProgramError
-from .comm import Axes, Comm, front_chunks
+from .chunks import front_chunks
+from .comm import Axes, Comm
 from .mesh import run_shape
 
 TableStep = tuple[Any, ...]

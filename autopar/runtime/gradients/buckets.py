@@ -32,7 +32,8 @@ from torch import Tensor
 
 from ..comm.buffers import BufferPool
 from ..comm.calls import Handle
-from ..comm.comm import Axes, Comm, front_chunks
+from ..comm.chunks import front_chunks
+from ..comm.comm import Axes, Comm
 from ..comm.mesh import run_shape
 from ..comm.reshard import TABLE_STEPS, TableStep, run_step
 from ..errors import RuntimeProgramError

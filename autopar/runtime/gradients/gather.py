@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..comm.calls import Handle
-from ..comm.comm import Comm, join_chunks
+from ..comm.chunks import join_chunks
+from ..comm.comm import Comm
 from ..comm.reshard import TableStep, run_step
 from ..errors import RuntimeProgramError
 

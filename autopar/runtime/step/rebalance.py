@@ -149,7 +149,9 @@ def rebalancer(comm: Comm, pipeline: Pipeline, forms: Sequence[Form]) -> Rebalan
     """The rebalancer of a program; None, with a warning, where its rows cannot move."""
     axis, why = _axis(comm, pipeline, forms)
     if not why:
-        return Rebalancer(comm, forms, axis, pipeline.most_units or sum(comm.mesh[axis].units[0]))  # type: ignore[attr-defined]
+        shares = comm.mesh[axis]
+        assert isinstance(shares, Shares)
+        return Rebalancer(comm, forms, axis, pipeline.most_units or sum(shares.units[0]))
     if comm.rank == 0:
         warnings.warn(f"rows do not move between ranks: {why}", RebalanceWarning, stacklevel=2)
     return None
