@@ -39,6 +39,7 @@ from ..update.update import Updater
 from ..update.update_rule import OptimizerFactory, UpdateRule, as_rule, check_sharded
 from .buffer_copies import BufferCopies
 from .cuda_graphs import Capture, CudaCapture, StepGraph, say_why, why_not
+from .pending import NOT_IN_TIERS, Pending
 from .pipeline import Executor, join_microbatches, joined_shape
 from .ready import NextInputs
 from .rebalance import rebalancer
@@ -110,6 +111,7 @@ class Session(State):
         if comm.in_order:
             comm.barrier(site="start")  # NCCL makes its communicator when all ranks come together
         self.grads: dict[str, Tensor] = {}
+        self.pending = Pending()
         self.absent: frozenset[str] = frozenset()
         self.next_inputs = NextInputs(comm.device)
         self.rebalancer = rebalancer(comm, self.pipeline, self.forms) if options.rebalance else None
@@ -197,14 +199,18 @@ class Session(State):
         self.step_graph = StepGraph(partial(self._compute, own), own.stages, own.pipeline.microbatches, make_capture)
 
     @recorded
-    def train_step(self, batch: Sequence[Tensor]) -> Tensor:
+    def train_step(self, batch: Sequence[Tensor], *, update: bool = True) -> Tensor:
         """One optimizer step on a global batch (its leaves in input order); the loss, over all microbatches. Raises TooManySkips.
+
+        update: False adds this batch's gradients to those of the next one instead. It counts as a step, and its batch as taken.
 
         `self.grads` holds the reduced local gradients, unscaled and clipped, until the next step, but those of parameters that
         have none in eager (`self.absent`). Without an optimizer nothing is updated.
         """
         if not self.training:
             raise RuntimeProgramError("this program was compiled for inference; use forward()")
+        if not update and self.updater.away:
+            raise RuntimeProgramError(f"no update after this batch: {NOT_IN_TIERS}")
         self.grads = {}
         self.updater.forget_gradients()
         for stage in self._last.stages.values():
@@ -219,6 +225,14 @@ class Session(State):
         self.grads = {n: grad for n, grad in computed.grads.items() if n not in self.absent}
         loss, borrowed = computed.loss, computed.borrowed
         del computed  # the last to hold gradients that the update copies
+        if not update or self.pending.batches:
+            self.pending.add(self.grads)
+            self.grads, self.absent, borrowed = {}, self.absent - self.pending.names, frozenset()
+        if not update:
+            self._end_step()
+            return loss.wait() if self.step_graph is None else loss.wait().clone()
+        if self.pending.batches:
+            self.grads = self.pending.taken()
         self.comm.at(self.rt.step + 1, "update")
         with spanned(self.recorder, "update"):
             updated = self.updater.step(self.grads, loss, borrowed)
