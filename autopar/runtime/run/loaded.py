@@ -31,7 +31,7 @@ from ..program.worlds import manifest_for, started_ranks
 from ..step.session import Session
 from ..update.update_rule import UpdateRule
 from .end_of_data import Leaving
-from .meeting import joined
+from .meeting import default_store, joined
 from .program_files import compare, hashes
 
 _LOADED = itertools.count()
@@ -135,7 +135,7 @@ def load(
         chosen = chosen_backend(backend)
         device = chosen.device(started().local_rank)
         store = _join(chosen, device, timeout_s, manifest, met)
-    notes = store or dist.PrefixStore(f"autopar/{next(_LOADED)}", dist.distributed_c10d._get_default_store())
+    notes = store or dist.PrefixStore(f"autopar/{next(_LOADED)}", default_store())
     seed = manifest.seed if seed is None else seed
     if dist.get_world_size() > 1:
         compare(notes, dist.get_rank(), dist.get_world_size(), hashes(manifest, seed), timeout_s)

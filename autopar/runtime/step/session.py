@@ -280,7 +280,7 @@ class Session(State):
         if self.rebalancer is not None:
             self.rebalancer.begin_step()
         if self.same_data is not None:
-            self.same_data.take(batch, self.rt.step + 1)
+            self.same_data.take(batch, self.rt.step + 1, self.updater.settings())
         place, shaped = self.shapes.of(batch)
         form = self.forms[place]
         checked = self.guards.check_batch(shaped, form.pipeline.inputs, form.pipeline.ranges)
