@@ -38,8 +38,8 @@ from autopar.passes.shard.megatron import (
     of_one_row,
     tensor_parallel,
 )
-from autopar.passes.shard.meshes import CONTEXT, rows_of
-from autopar.passes.shard.uneven import EXPERTS
+from autopar.passes.shard.meshes import CONTEXT
+from autopar.passes.shard.uneven import EXPERTS, rows_of
 
 
 class Baseline:
@@ -65,8 +65,8 @@ class Baseline:
             self.experts = expert_parallel(program, rules, batch, mesh, EXPERTS)
             if not self.experts.choices:
                 raise InfeasibleError(
-                    f"strategy {strategy!r} on mesh {mesh}: no mixture of experts has tokens and experts that divide by "
-                    f"{EXPERTS}={mesh.sizes[EXPERTS]}; take a divisor, or name the axis dp"
+                    f"strategy {strategy!r} on mesh {mesh}: no mixture of experts has tokens and experts for every rank of "
+                    f"{EXPERTS}={mesh.sizes[EXPERTS]:d}; take fewer, or name the axis dp"
                 )
         if strategy in MEGATRON and mesh.axes[-1][1] > 1:
             self.tensor = tensor_parallel(program, rules, dims, batch, mesh, mesh.names[-1])
