@@ -132,7 +132,7 @@ def test_a_model_without_experts_cannot_have_them_apart() -> None:
 
 def test_an_axis_of_more_ranks_than_experts_is_named() -> None:
     shape = TransformerShape(1, 16, 4, 32, 32, 8, experts=3, topk=1)
-    with pytest.raises(InfeasibleError, match="ep=4; take fewer, or name the axis dp"):
+    with pytest.raises(InfeasibleError, match="ep=4; take no more ranks than experts"):
         compiled(shape, "dp1 ep4", "zero1")
 
 
@@ -206,9 +206,9 @@ def test_any_number_of_experts_on_any_number_of_ranks(experts: int, ranks: int, 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_random_plans_whose_experts_do_not_divide_equal_one_device(seed: int) -> None:
-    program = unequal(5, {"dp": 2, "ep": 2}, rows=7, layers=2)
+    program = unequal(5, {"dp": 2, "ep": 2}, rows=10, layers=2)
     plan = autopar.random_plan(program, seed)
-    result = autopar.verify(program.with_plan(plan), *model_and_batch(replace(MIXTRAL, experts=5), 7))
+    result = autopar.verify(program.with_plan(plan), *model_and_batch(replace(MIXTRAL, experts=5), 10))
     assert result.ok
     assert result.max_error <= 1e-9
 
