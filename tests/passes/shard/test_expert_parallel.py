@@ -126,7 +126,7 @@ def test_rows_travel_between_all_ranks_of_the_axis() -> None:
 
 def test_a_model_without_experts_cannot_have_them_apart() -> None:
     shape = TransformerShape(1, 16, 4, 32, 32, 8)
-    with pytest.raises(InfeasibleError, match="no mixture of experts has tokens and experts that divide by ep=2"):
+    with pytest.raises(InfeasibleError, match="no mixture of experts can be shared along ep=2"):
         compiled(shape, "dp1 ep2", "zero1")
 
 
