@@ -34,7 +34,7 @@ from autopar.passes.search.layout import Layout
 from autopar.passes.search.workers import Workers
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.solve_mesh import OnMesh
-from autopar.passes.shard.uneven import most_units
+from autopar.passes.shard.uneven import for_experts, most_units
 from autopar.plan import Plan, StagePlan
 
 
@@ -127,8 +127,9 @@ class Task:
         return self if kinds == self.setting.offload else self.changed(setting=replace(self.setting, offload=kinds))
 
     def sharing(self, mesh: Mesh) -> Mesh:
-        """The mesh, or that of the layout's stage on such ranks where under the mesh's shares the stage's parameters would lie in
-        other blocks."""
+        """The mesh with shares of experts that do not divide by their axis, or that of the layout's stage on such ranks where the
+        stage's parameters would lie in other blocks under these shares."""
+        mesh = for_experts(mesh, self.program, self.rules)
         for stage in self.layout.stages if self.layout is not None else ():
             if stage.mesh.ranks == mesh.ranks and not self._lie_alike(stage, mesh):
                 return Mesh(stage.mesh.axes, mesh.offset)

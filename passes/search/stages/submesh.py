@@ -28,10 +28,9 @@ from autopar.passes.search.one_mesh.joint import JointSearch
 from autopar.passes.search.one_mesh.within_memory import joint_on, solution_of
 from autopar.passes.search.task import Task
 from autopar.passes.search.workers import Answers
-from autopar.passes.shard.meshes import rows_of
 from autopar.passes.shard.solve import Shortage, Solution
 from autopar.passes.shard.solve_mesh import solve_mesh
-from autopar.passes.shard.uneven import for_rows
+from autopar.passes.shard.uneven import for_rows, rows_of
 from autopar.passes.stage import StageOption
 from autopar.plan import StagePlan
 
