@@ -21,7 +21,7 @@ from autopar.cluster import ClusterSpec, resized
 from autopar.cluster.arrangement import arranged
 from autopar.codegen.directory import BucketContents, Contents, write_directory
 from autopar.codegen.in_process import InProcess, load, train
-from autopar.codegen.pipeline import batch_shapes, pipeline_source
+from autopar.codegen.pipeline import MovingRows, batch_shapes, pipeline_source
 from autopar.codegen.stage import stage_sources
 from autopar.compiled import Alternative, Compiled, Decision, Emitted, Prediction, SolverFacts
 from autopar.errors import AutoparError, EmitError, InputError
@@ -364,18 +364,18 @@ def emit(
     checked = time.perf_counter()
     decision = _decision(task, best, candidates[1:])
     way = by_node(lowered, request.cluster, best.plan.placement)
-    most_units = task.most_units(best.plan, decision.account)
-    emitted = _printed(lowered, captured.program, type(request.model).__name__, way, most_units)
+    moving = MovingRows(task.most_units(best.plan, decision.account), decision.account.busy_s)
+    emitted = _printed(lowered, captured.program, type(request.model).__name__, way, moving)
     timings = {**seconds, "lower_s": seconds["lower_s"] + checked - started, "emit_s": time.perf_counter() - checked}
     return ParallelProgram(request, captured, decision, emitted, timings, compile_again)
 
 
-def _printed(lowered: LoweredProgram, program: Program, name: str, way: ByNode, most_units: int) -> Emitted:
-    """The lines as text. name: of the model; way: that collectives go; most_units: of `Task`."""
+def _printed(lowered: LoweredProgram, program: Program, name: str, way: ByNode, moving: MovingRows) -> Emitted:
+    """The lines as text. name: of the model; way: that collectives go."""
     sources = stage_sources(lowered.stages, lambda stage: f"Stage {stage.index} of {name} on {stage.mesh}.")
     ranks = sum(lowered.stages[group[0]].mesh.size for group in lowered.graph.groups)
     title = f"The pipeline of {name} on {ranks} ranks."
-    return Emitted(lowered, sources, pipeline_source(lowered, program, title, by_node=way, most_units=most_units), way)
+    return Emitted(lowered, sources, pipeline_source(lowered, program, title, by_node=way, moving=moving), way)
 
 
 def _decision(task: Task, best: PricedPlan, others: Sequence[PricedPlan]) -> Decision:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import types
+from dataclasses import dataclass
 from typing import Any
 
 from autopar.codegen.computed_alike import computed_alike
@@ -19,15 +20,24 @@ from autopar.ir.program import Conditions, Program
 from autopar.runtime.comm.mesh import told_sizes
 
 
+@dataclass(frozen=True)
+class MovingRows:
+    """What a program knows of rows that move between ranks, by group of ranks. most_units: units that a rank has room for, none
+    where rows do not move; busy_s: predicted seconds of a step for which the rank with the most units computes."""
+
+    most_units: tuple[int, ...] = ()
+    busy_s: tuple[float, ...] = ()
+
+
 def pipeline_source(
     lowered: LoweredProgram,
     program: Program,
     title: str,
     dtypes: Dtypes | None = None,
     by_node: ByNode = ALL_FLAT,
-    most_units: int = 0,
+    moving: MovingRows = MovingRows(),
 ) -> str:
-    """The file. by_node: the collectives that go by node; most_units: of rows that a rank has room for (0: rows do not move)."""
+    """The file. by_node: the collectives that go by node; moving: what is known of rows that move."""
     printer = Printer(dtypes)
     microbatches = lowered.stages[0].microbatches
     transfers = [
@@ -41,7 +51,7 @@ def pipeline_source(
         title=title,
         world=sum(lowered.stages[g[0]].mesh.size for g in lowered.graph.groups),
         microbatches=microbatches,
-        most_units=most_units,
+        moving=moving,
         training=program.training,
         transfers=table_lines(transfers),
         inputs=[

@@ -90,12 +90,15 @@ class Task:
         groups = zip(counted.graph.groups, counted.peaks, strict=True)
         return max(peak - self.limit_at(plan.stages[group[0]].mesh) for group, peak in groups)
 
-    def most_units(self, plan: Plan, counted: Account) -> int:
-        """Units of rows that a rank has room for, where rows move between ranks; else none."""
+    def most_units(self, plan: Plan, counted: Account) -> tuple[int, ...]:
+        """Units of rows that a rank of every group has room for, where rows move between ranks; else nothing."""
         if not self.options.rebalance:
-            return 0
-        mesh = plan.stages[0].mesh
-        return most_units(mesh, self.limit_at(mesh), counted.peak_bytes, sum(counted.resting_bytes.values()))
+            return ()
+        return tuple(
+            most_units(mesh, self.limit_at(mesh), peak, sum(counted.stages[s].memory.resting_bytes for s in group))
+            for group, peak in zip(counted.graph.groups, counted.peaks, strict=True)
+            for mesh in [plan.stages[group[0]].mesh]
+        )
 
     def _room(self, device: DeviceSpec, axes: Mapping[str, int] | None = None) -> float:
         if self.options.memory_bytes is not None:

@@ -142,7 +142,7 @@ def cheapest_axis(session: Session) -> str:
 def _equal_axes(session: Session) -> list[str]:
     """The axes of several ranks along which nothing rests in blocks of unequal size."""
     several = (axis for axis, size in session.comm.mesh.items() if size > 1)
-    return [axis for axis in several if not any(rests_by_shares(form, axis) for form in session.forms)]
+    return [axis for axis in several if not any(rests_by_shares(form.pipeline, 0, axis) for form in session.forms)]
 
 
 def sums_of(session: Session, batch: Sequence[Tensor], axis: str, by: int) -> Sums:

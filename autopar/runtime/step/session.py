@@ -112,7 +112,7 @@ class Session(State):
         self.grads: dict[str, Tensor] = {}
         self.absent: frozenset[str] = frozenset()
         self.next_inputs = NextInputs(comm.device)
-        self.rebalancer = rebalancer(comm, self.pipeline, self.forms) if options.rebalance else None
+        self.rebalancer = rebalancer(comm, self.forms) if options.rebalance else None
         self.opt_params = {n: p for stage in self.stages.values() for n, p in stage.opt_params.items()}
         self.updater = self._updater(rule)
         for one in self.updater.optimizers:

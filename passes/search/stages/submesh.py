@@ -88,7 +88,7 @@ class SubmeshPlans:
         key = (M, mesh, share, policy)
         if key not in self._plans:
             budget = share * groups * task.limit_at(mesh)
-            held = task.sharing(for_rows(mesh, rows_of(task.program)))
+            held = task.sharing(for_rows(mesh, rows_of(task.program), task.options.rebalance))
             joint = self._joint(task, M, held, groups) if policy == "auto" else None
             solved = _by_joint(joint, budget) if joint is not None else _by_policy(task, held, budget, groups, policy)
             self._plans[key] = _measured(task, self._short(task), held, *solved) if solved is not None else None
