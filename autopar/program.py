@@ -57,8 +57,9 @@ MOST_CANDIDATES = 16
 
 @dataclass(frozen=True)
 class RunResult:
-    """Losses per step (training) or outputs per batch (inference), the final full state by the program's names, and what was
-    recorded, if that was asked for. saved: the state as the model's own state dict has it."""
+    """Losses per step (training, with what loss_fn gave beside them as outputs) or outputs per batch (inference), the final full
+    state by the program's names, and what was recorded, if that was asked for. saved: the state as the model's own state dict
+    has it."""
 
     losses: tuple[torch.Tensor, ...]
     outputs: tuple[Any, ...]
@@ -269,18 +270,20 @@ class ParallelProgram(Compiled):
 
         def body(session: Session) -> tuple[list[torch.Tensor], list[Any], dict[str, torch.Tensor], Steps]:
             session.recorder = Recorder(session.comm.device) if profile else None
-            losses = train(session, prepared, count) if self.training else []
-            outputs = [] if self.training else [session.forward(list(b)) for b in prepared]
+            if self.training:
+                losses, outputs = train(session, prepared, count)
+            else:
+                structure = self.captured.exported.output_structure
+                losses, outputs = [], [rebuild(structure, session.forward(list(b))) for b in prepared]
             done = tuple(session.recorder.steps) if session.recorder else ()
             names = (*self.ir.parameters, *self.ir.buffers) if self.training else ()
             return losses, outputs, {n: session.gather_full(n) for n in names}, done
 
         ranks = self.on_ranks(body)
         losses, outputs, state, _ = ranks[0]
-        structure = self.captured.exported.output_structure
         return RunResult(
             tuple(losses),
-            tuple(rebuild(structure, o) for o in outputs),
+            tuple(outputs),
             state,
             Profile(tuple(done for *_, done in ranks)) if profile else None,
             saved_state(self.model, state) if self.training else {},

@@ -7,6 +7,7 @@ import types
 from dataclasses import dataclass
 from typing import Any
 
+from autopar.capture.examples.trees import Leaf
 from autopar.codegen.computed_alike import computed_alike
 from autopar.codegen.marks import number, quoted
 from autopar.codegen.printer import Dtypes, Printer, home_of
@@ -76,6 +77,7 @@ def pipeline_source(
         nodes=table_lines([_ranks(ranks) for ranks in by_node.nodes]),
         by_node=[f"dict(stage={one.stage}, axis={one.axis!r}, least={dict(one.least)!r})" for one in by_node.axes],
         conditions=table_lines([f"{quoted(n)}: {_ways(ways)}" for n, ways in program.conditions.items()], named=True),
+        extras=_nested(program.structure) if program.extras else "",
         has_room=has_room(lowered),
         shared={name: list(held) for name, held in lowered.shared.items()},
         groups=[list(g) for g in lowered.graph.groups],
@@ -110,6 +112,16 @@ def _ranks(ranks: tuple[int, ...]) -> str:
     if ranks == tuple(range(first, after)) and len(ranks) > 2:
         return f"range({number(first)}, {number(after)})"
     return f"[{', '.join(map(number, ranks))}]"
+
+
+def _nested(structure: Any) -> str:
+    """The extras as loss_fn nested them, with the numbers of outputs in the place of tensors."""
+    if isinstance(structure, Leaf):
+        return str(1 + structure.index)
+    if isinstance(structure, dict):
+        return f"{{{', '.join(f'{key!r}: {_nested(item)}' for key, item in structure.items())}}}"
+    items = [_nested(item) for item in structure]
+    return f"[{', '.join(items)}]" if isinstance(structure, list) else f"({''.join(f'{item}, ' for item in items)})"
 
 
 def _ways(ways: Conditions) -> str:

@@ -79,6 +79,9 @@ def _check_stage(stage: LoweredStage, rules: RuleBook) -> None:
         for name, end in zip(function.returns, leaving, strict=False):
             if name is not None and typed[name] != (end.type, end.spec):
                 raise CheckError(f"{function.name}: {name} leaves as {typed[name][1]}, said to be {end.spec}")
+    for row in stage.outputs:
+        if row.spec.partial:
+            raise CheckError(f"output {row.index} leaves stage {stage.index} as {row.spec}, which owes something")
     check_calls(stage, typed_by_function)
     for p in stage.parameters.values():
         if not p.optimizer.refines(p.storage):

@@ -14,6 +14,7 @@ from ..gradients.compression import CODECS
 from ..gradients.grads import GradEntry
 from ..guards import InputLike, InputRange
 from .actions import Action, parse_row
+from .extras import Extras
 from .layout import TensorInfo, dtype_of, spec_dims
 from .order import Transfer
 from .transfer import Placed
@@ -99,6 +100,7 @@ class Pipeline:
         self.has_room = bool(getattr(pipeline, "HAS_ROOM", False))
         self.in_order = bool(getattr(pipeline, "IN_ORDER", False))
         self.conditions: Conditions = getattr(pipeline, "CONDITIONS", {})
+        self.extras: Extras | None = getattr(pipeline, "EXTRAS", None)
         self.shared = {name: tuple(holders) for name, holders in pipeline.SHARED.items()}
         self.groups = [tuple(group) for group in pipeline.GROUPS]
         self.nodes = [tuple(ranks) for ranks in getattr(pipeline, "NODES", ())]

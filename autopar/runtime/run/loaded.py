@@ -49,14 +49,16 @@ class LoadedProgram:
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """One step on a global batch: `program(x, y)`, `program((x, y))`, `program(input_ids=…)` or `program({…})`.
 
-        Training: this step's loss. Inference: the output, or the tuple of outputs.
+        Training: this step's loss, or (loss, extras), nested as loss_fn returned it, where there are any. Inference: the output,
+        or the tuple of outputs.
         """
         global_batch: Any = batch
         if named or (len(batch) == 1 and not isinstance(batch[0], torch.Tensor)):
             global_batch = named or batch[0]
         tensors = self.leaves(global_batch)
         if self.session.training:
-            return self.session.train_step(tensors)
+            loss = self.session.train_step(tensors)
+            return loss if self.session.extras is None else (loss, self.session.extras)
         outputs = self.session.forward(tensors)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..comm.backends import backend_of
-from ..comm.calls import Message, Posted
+from ..comm.calls import Handle, Message, Posted
 from ..comm.comm import Comm
 from ..comm.recorder import Recorder, spanned
 from ..errors import RuntimeProgramError
@@ -64,6 +64,7 @@ class Executor:
         self.stages = stages
         self.microbatches = pipeline.microbatches
         self.recorder: Recorder | None = None
+        self._gives = pipeline.training and pipeline.extras is not None
         self.overflows = Overflows(comm, pipeline.has_room)
         transfers = [c.transfer for c in pipeline.boundary_tensors]
         self._slots = plan_order(
@@ -151,6 +152,8 @@ class Executor:
             rt.inputs = frozenset(t.untyped_storage()._cdata for t in own)
             prepared = list(self._prepared[stage.index])
             outputs, sent, left = module.forward(rt, own, received, prepared)
+            if self._gives:
+                outputs = [one if isinstance(one, Handle) else stage.apart(one) for one in outputs]
             self._outputs[stage.index][microbatch] = outputs
         elif step.kind == "B":
             sent, left = module.backward(rt, self._states.pop(place), received)

@@ -3,8 +3,8 @@
 One optimizer step: take the form of the batch's bucket (shapes.py, shape_variants.py), run the group's row of actions over the
 microbatches (pipeline.py), finish the gradients, bring those of shared parameters to their owners (which may all be one
 CUDA graph: cuda_graphs.py), update this rank's optimizer shards of all its stages (update.py), gather
-the new shards back into storage, and tell everyone the loss. A program without pipeline is one stage on all ranks, with
-a row like `F0.0 B0.0 F1.0 B1.0`.
+the new shards back into storage, and tell everyone the loss, and what the step gives beside it. A program without pipeline is
+one stage on all ranks, with a row like `F0.0 B0.0 F1.0 B1.0`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from ..errors import RuntimeProgramError
 from ..gradients.buckets import MIB
 from ..guards import Guards
 from ..memory.tiers import Tiers
+from ..program.extras import filled, numbers_of
 from ..program.layout import TensorInfo, gather_full, local_shape
 from ..program.run_options import DEFAULTS, RunOptions
 from ..program.shapes import PadValues, Shapes
@@ -51,12 +52,14 @@ from .state import State
 @dataclass(frozen=True)
 class _Computed:
     """The results of forward and backward on a rank. borrowed: gradients that somebody else may hold too; counts: of
-    what rows chose, where parameters have a gradient in some steps only."""
+    what rows chose, where parameters have a gradient in some steps only; outputs: by stage and microbatch, where the step gives
+    some beside the loss."""
 
     grads: dict[str, Tensor]
     loss: Handle[Tensor]
     borrowed: frozenset[str]
     counts: Tensor | None
+    outputs: Mapping[int, list[list[Any]]]
 
 
 class Session(State):
@@ -110,6 +113,7 @@ class Session(State):
         if comm.in_order:
             comm.barrier(site="start")  # NCCL makes its communicator when all ranks come together
         self.grads: dict[str, Tensor] = {}
+        self.extras: Any = None
         self.absent: frozenset[str] = frozenset()
         self.next_inputs = NextInputs(comm.device)
         self.rebalancer = rebalancer(comm, self.forms) if options.rebalance else None
@@ -201,11 +205,12 @@ class Session(State):
         """One optimizer step on a global batch (its leaves in input order); the loss, over all microbatches. Raises TooManySkips.
 
         `self.grads` holds the reduced local gradients, unscaled and clipped, until the next step, but those of parameters that
-        have none in eager (`self.absent`). Without an optimizer nothing is updated.
+        have none in eager (`self.absent`), and `self.extras` what the step gives beside the loss, full on every rank and nested
+        as loss_fn returned it. Without an optimizer nothing is updated.
         """
         if not self.training:
             raise RuntimeProgramError("this program was compiled for inference; use forward()")
-        self.grads = {}
+        self.grads, self.extras = {}, None
         self.updater.forget_gradients()
         for stage in self._last.stages.values():
             stage.rt.grads.forget()
@@ -217,7 +222,7 @@ class Session(State):
         form.executor.overflows.end()
         self.absent = form.absent.names(computed.counts)
         self.grads = {n: grad for n, grad in computed.grads.items() if n not in self.absent}
-        loss, borrowed = computed.loss, computed.borrowed
+        loss, borrowed, outputs = computed.loss, computed.borrowed, computed.outputs
         del computed  # the last to hold gradients that the update copies
         self.comm.at(self.rt.step + 1, "update")
         with spanned(self.recorder, "update"):
@@ -232,6 +237,11 @@ class Session(State):
                 stage.rt.grads.unsent.forget()
             if self.buffer_copies is not None:
                 self.buffer_copies.put_back()
+        if (extras := form.pipeline.extras) is not None:
+            given = self._full_outputs(form, outputs, numbers_of(extras))
+            self.extras = filled(
+                extras, {n: one if self.step_graph is None else one.clone() for n, one in given.items()}
+            )
         self._end_step()
         if (said := self.updater.judge(self.rt.step, loss)) and self.comm.rank == 0:
             print(said, file=sys.stderr, flush=True)
@@ -244,22 +254,39 @@ class Session(State):
             raise RuntimeProgramError("this program was compiled for training; use train_step()")
         form, inputs = self._begin(batch)
         runs = form.executor.run(inputs)
-        results: list[Tensor | None] = []
-        for index, info in form.pipeline.outputs():
-            output: Tensor | None = None
-            if index in form.stages:
-                place = form.pipeline.tables(index).outputs.index(info)
-                values = [outputs[place] for outputs in runs[index]]
-                if not local:
-                    values = [
-                        gather_full(v, info.spec, form.stages[index].comm, f"output {info.name}", info.shape)
-                        for v in values
-                    ]
-                output = values[0] if len(values) == 1 else join_microbatches(values, *info.join)
-            joined = joined_shape(info, form.pipeline.microbatches)
-            results.append(output if local else self._tell(index, output, joined, info))
+        results: list[Tensor | None]
+        if local:
+            results = [self._joined(form, runs, index, info, local) for index, info in form.pipeline.outputs()]
+        else:
+            results = list(self._full_outputs(form, runs).values())
         self._end_step(advance=False)
         return results
+
+    def _full_outputs(
+        self, form: Form, runs: Mapping[int, list[list[Any]]], numbers: Sequence[int] | None = None
+    ) -> dict[int, Tensor]:
+        """Outputs of the whole batch by number (all of them by default), on every rank. runs: the microbatches' of this rank's
+        stages."""
+        full: dict[int, Tensor] = {}
+        for index, info in form.pipeline.outputs():
+            if numbers is None or info.index in numbers:
+                joined = joined_shape(info, form.pipeline.microbatches)
+                full[info.index] = self._tell(index, self._joined(form, runs, index, info), joined, info)
+        return full
+
+    def _joined(
+        self, form: Form, runs: Mapping[int, list[list[Any]]], index: int, info: TensorInfo, local: bool = False
+    ) -> Tensor | None:
+        """An output of the whole batch from the stage that makes it; local: this rank's shards. None on other ranks."""
+        if index not in form.stages:
+            return None
+        place = form.pipeline.tables(index).outputs.index(info)
+        values = [outputs[place] for outputs in runs[index]]
+        values = [value.wait() if isinstance(value, Handle) else value for value in values]
+        if not local:
+            comm = form.stages[index].comm
+            values = [gather_full(v, info.spec, comm, f"output {info.name}", info.shape) for v in values]
+        return values[0] if len(values) == 1 else join_microbatches(values, *info.join)
 
     def _begin(self, batch: Sequence[Tensor]) -> tuple[Form, Inputs]:
         """The form that is for a batch, and the inputs that it takes, before the actions of a step."""
@@ -286,7 +313,8 @@ class Session(State):
             form.shared.earn(gradients)
         grads = {name: grad for reduced in gradients.values() for name, grad in reduced.items()}
         borrowed = frozenset(name for stage in form.stages.values() for name in stage.rt.grads.borrowed)
-        return _Computed(grads, self._start_loss(form, outputs), borrowed, form.absent.counts(outputs))
+        given = {} if form.pipeline.extras is None else outputs
+        return _Computed(grads, self._start_loss(form, outputs), borrowed, form.absent.counts(outputs), given)
 
     def _end_step(self, advance: bool = True) -> None:
         self._last.executor.finish()

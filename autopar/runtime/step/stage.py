@@ -113,6 +113,11 @@ class Stage:
             fill(target, parts)
         self.refresh_optimizer_shards()
 
+    def apart(self, value: Tensor) -> Tensor:
+        """An output of forward; a copy where it lies in a parameter or buffer, which the step goes on to change."""
+        stored = (t.untyped_storage()._cdata for t in (*self.rt.params.values(), *self.rt.buffers.values()))
+        return value.clone() if value.untyped_storage()._cdata in set(stored) else value
+
     def cut_inputs(self) -> None:
         """Find where this rank's parts of the batch lie, under the shares that the mesh has now."""
         self.cuts = [self._cuts(info) for info in self.tables.inputs]
