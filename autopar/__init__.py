@@ -38,6 +38,8 @@ from autopar.proof.verify import Verification, verify
 from autopar.runtime.errors import ExpertOverflow, GuardError
 from autopar.runtime.run.loaded import load
 from autopar.runtime.update.update_rule import ClipNorm, LossScaling, UpdateRule
+from autopar.script.parallelize import parallelize
+from autopar.script.step import Step
 
 __version__ = "0.1.0"
 __all__ = [
@@ -65,6 +67,7 @@ __all__ = [
     "Program",
     "RunResult",
     "ShardingError",
+    "Step",
     "UpdateRule",
     "Verification",
     "check",
@@ -74,6 +77,7 @@ __all__ = [
     "grouped_mm",
     "linear_scan",
     "load",
+    "parallelize",
     "random_plan",
     "register_op",
     "verify",

@@ -63,8 +63,9 @@ def compile(
 ) -> ParallelProgram:
     """Compile a single-device model into one program per rank.
 
-    model: nn.Module, real or on the meta device. cluster: a ClusterSpec, a preset's name or a file. example_inputs:
-    tuple of args or dict of kwargs for the global batch (the loss's targets last). loss_fn(output, *targets): optional.
+    model: nn.Module, real or on the meta device. cluster: a ClusterSpec, a preset's name, a file, or "here": the ranks that
+    torchrun started, or this machine. example_inputs: tuple of args or dict of kwargs for the global batch (the loss's targets
+    last). loss_fn(output, *targets): optional.
     It returns the loss, a scalar, or (loss, extras): tensors, in tuples, lists and dicts, that a step gives beside the loss, of
     the whole batch and without a gradient, such as `(out[1], {"logits": out[0]})` or an accuracy. Without it a model that returns
     a scalar, or an object with `.loss`, is trained on that, and, where there is an optimizer or something else of training, one
@@ -86,11 +87,45 @@ def compile(
 
     Raises InputError, CaptureError, CoupledError, ClusterError, ConstraintError, PlanError, InfeasibleError.
     """
+    return compile_request(
+        request_of(
+            model,
+            cluster,
+            example_inputs,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            clip_grad_norm=clip_grad_norm,
+            clip_grad_value=clip_grad_value,
+            loss_scaling=loss_scaling,
+            options=options,
+            plan=plan,
+            buckets=buckets,
+            pad_values=pad_values,
+        )
+    )
+
+
+def request_of(
+    model: nn.Module,
+    cluster: ClusterSpec | str | Path,
+    example_inputs: Any,
+    *,
+    loss_fn: LossFunction | None,
+    optimizer: OptimizerFactory | UpdateRule | None,
+    scheduler: SchedulerFactory | None,
+    clip_grad_norm: float | ClipNorm | None,
+    clip_grad_value: float | None,
+    loss_scaling: bool | LossScaling,
+    options: Options | None,
+    plan: Plan | str | Path | None,
+    buckets: Sizes | None,
+    pad_values: Mapping[str, float] | None,
+) -> Request:
+    """The request that the arguments of `compile` make. Raises InputError, ClusterError, PlanError."""
     options = checked_options(options)
     update = update_rule(optimizer, scheduler, clip_grad_norm, clip_grad_value, loss_scaling, options.compensated_sums)
-    return compile_request(
-        make_request(model, cluster, example_inputs, loss_fn, update, options, plan, buckets, pad_values)
-    )
+    return make_request(model, cluster, example_inputs, loss_fn, update, options, plan, buckets, pad_values)
 
 
 def compile_request(request: Request) -> ParallelProgram:

@@ -122,11 +122,11 @@ class ParallelProgram(Compiled):
         others = worth_measuring(
             self.plan, [*self.alternatives, *(self._in_two_stages() if candidates else ())], candidates
         )
-        beside = [self.with_plan(other.plan)._contents for other in others]
+        beside = [self.with_plan(other.plan).contents for other in others]
         worlds = [self._on_cluster(cluster) for cluster in self._clusters(also)]
         for text in no_faster({one.cluster.size: one.predicted.step_time_s for one in (self, *worlds)}):
             warnings.warn(f"save(also=…): {text}", stacklevel=3)
-        return write_directory(self._contents, Path(directory), beside, [world._contents for world in worlds])
+        return write_directory(self.contents, Path(directory), beside, [world.contents for world in worlds])
 
     def _in_two_stages(self) -> Iterator[Alternative]:
         """The best plan in two stages, where a search ruled stages out."""
@@ -178,7 +178,7 @@ class ParallelProgram(Compiled):
         return other
 
     @property
-    def _contents(self) -> Contents:
+    def contents(self) -> Contents:
         """The contents of the program's directory."""
         weights = self.weights()
         return Contents(

@@ -23,6 +23,7 @@ from autopar.capture.examples.trees import flatten
 from autopar.capture.exported import Captured
 from autopar.cluster import ClusterSpec
 from autopar.cluster.device import dtype_name
+from autopar.cluster.here import HERE, cluster_here
 from autopar.errors import InputError, PlanError
 from autopar.ir.memory_levers import PRECISIONS
 from autopar.options import Options
@@ -188,9 +189,11 @@ def checked_options(options: Options | None) -> Options:
 
 
 def as_cluster(cluster: ClusterSpec | str | Path) -> ClusterSpec:
-    """A ClusterSpec from a spec, a file or a preset's name."""
+    """A ClusterSpec from a spec, a file, a preset's name, or "here" (`autopar.cluster.here`)."""
     if isinstance(cluster, ClusterSpec):
         return cluster
+    if cluster == HERE:
+        return cluster_here()
     if isinstance(cluster, (str, Path)):
         if Path(cluster).suffix in (".yaml", ".yml", ".json") or Path(cluster).is_file():
             return ClusterSpec.from_file(cluster)

@@ -60,6 +60,19 @@ def written_before(directory: Path) -> dict[str, str]:
     return files if isinstance(facts, dict) and files.get(FACTS) == _facts_digest(facts) else {}
 
 
+def damaged_file(directory: Path) -> str:
+    """The name of a file of a program that is not what autopar wrote, or is not there; empty where all are, a folder of weights
+    aside, which has a record of its own."""
+    before = written_before(directory)
+    for name, said in before.items():
+        try:
+            if said and name != FACTS and digest(read_bytes(directory / name)) != said:
+                return name
+        except (OSError, SchemaError):
+            return name
+    return "" if before else FACTS
+
+
 def to_replace(directory: Path, names: Iterable[str], plan: Plan) -> list[str]:
     """Names that autopar wrote into the directory before, which go when these files and a folder of weights come.
 

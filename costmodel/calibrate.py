@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from autopar.cluster.device import DeviceSpec, device_preset, preset_key
+from autopar.cluster.device import DeviceSpec
+from autopar.cluster.here import base_device
 from autopar.costmodel.by_node import FLAT
 from autopar.costmodel.calibrate_lateness import late_share, of_ranks, of_slowest
 from autopar.costmodel.calibrate_links import Progress, Sample, fit_links, measure_collectives
@@ -240,13 +241,6 @@ def launched_ranks(backend: Backend, quick: bool, say: Progress) -> Ranks:
         return measure_ranks(device, quick, [one for one in groups if backend.is_host or not one.way], say)
     finally:
         dist.destroy_process_group()
-
-
-def base_device(device: torch.device) -> DeviceSpec:
-    """The preset nearest to what is here."""
-    backend = backend_of(device)
-    name = "" if backend.is_host else backend.module.get_device_name(device)
-    return device_preset(preset_key(name.replace(" ", "-")) or backend.preset)
 
 
 def calibrate(*, quick: bool = False, ranks: int | None = None, say: Progress = print) -> dict[str, Any]:

@@ -52,6 +52,7 @@ ORDER = """
     bucketed
     proof
     api
+    script
     cli
 """
 """Rooms in the order in which they may know each other; rooms in one line do not import each other. A room is a folder or

@@ -121,7 +121,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", default="llama3-8b", help=f"one of {', '.join(MODELS)}")
     p.add_argument("--config", help="a Hugging Face config.json instead of --model")
     p.add_argument("--seq-len", type=int, help="sequence length (default: the model's)")
-    p.add_argument("--cluster", default="dgx-h100", help="a preset or a cluster file (YAML, JSON)")
+    p.add_argument("--cluster", default="dgx-h100", help="a preset, a cluster file (YAML, JSON), or here: this machine")
     p.add_argument("--nodes", type=int, default=1, help="nodes of the preset")
     p.add_argument("--batch", type=int, required=True, help="sequences per step")
     p.add_argument("--micro-batch", type=int, default=1)

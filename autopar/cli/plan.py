@@ -40,7 +40,9 @@ def parser() -> argparse.ArgumentParser:
         "plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     plan.add_argument("model", metavar="MODEL", help="module:function, or a config.json of transformers")
-    plan.add_argument("--cluster", required=True, help="a preset such as dgx-h100, or a cluster file")
+    plan.add_argument(
+        "--cluster", required=True, help="a preset such as dgx-h100, a cluster file, or here: this machine"
+    )
     plan.add_argument("--nodes", type=int, default=1, help="of a preset")
     plan.add_argument(
         "--batch", type=int, default=0, help="of a config.json: sequences of a step (default: one a rank)"

@@ -107,7 +107,7 @@ class Machine:
     @functools.cached_property
     def described_device(self) -> dict[str, Any]:
         """The preset nearest to a device, with its own memory."""
-        from autopar.costmodel.calibrate import base_device
+        from autopar.cluster.here import base_device
 
         base = base_device(self.device)
         return {"preset": base.name, "memory_bytes": float(self.memory_bytes or base.memory_bytes)}

@@ -101,6 +101,11 @@ def know(
     _KNOWN.insert(0, Known(matches, forward, integers, frozenset(passed_on), steps, chosen))
 
 
+def all_known() -> tuple[Known, ...]:
+    """All that are known, those that count first."""
+    return tuple(_KNOWN)
+
+
 def forward_of(
     cls: type[nn.Module], *, integers: int | Integers = 2, chosen: Chosen | None = None
 ) -> Callable[[Forward], Forward]:

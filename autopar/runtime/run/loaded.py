@@ -29,8 +29,9 @@ from ..program.manifest import Manifest
 from ..program.tables import world_mesh
 from ..program.worlds import manifest_for, started_ranks
 from ..step.session import Session
+from ..update.update_rule import UpdateRule
 from .end_of_data import Leaving
-from .meeting import joined
+from .meeting import default_store, joined
 from .program_files import compare, hashes
 
 _LOADED = itertools.count()
@@ -52,10 +53,7 @@ class LoadedProgram:
         Training: this step's loss, or (loss, extras), nested as loss_fn returned it, where there are any. Inference: the output,
         or the tuple of outputs.
         """
-        global_batch: Any = batch
-        if named or (len(batch) == 1 and not isinstance(batch[0], torch.Tensor)):
-            global_batch = named or batch[0]
-        tensors = self.leaves(global_batch)
+        tensors = self.leaves(given(batch, named))
         if self.session.training:
             loss = self.session.train_step(tensors)
             return loss if self.session.extras is None else (loss, self.session.extras)
@@ -94,6 +92,13 @@ class LoadedProgram:
         checkpoint.load(directory, self.session, checked=checked)
 
 
+def given(batch: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    """The global batch that a call's arguments are."""
+    if named or (len(batch) == 1 and not isinstance(batch[0], torch.Tensor)):
+        return named or batch[0]
+    return batch
+
+
 def load(
     directory: str | Path | Manifest,
     backend: str | None = None,
@@ -106,6 +111,7 @@ def load(
     compiler: str | None = None,
     rebalance: bool = False,
     met: tuple[dist.Store, int] | None = None,
+    update: UpdateRule | None = None,
 ) -> LoadedProgram:
     """The program of an emitted directory on this rank, its weights loaded: that for the number of ranks there are.
 
@@ -116,24 +122,22 @@ def load(
     compiler: "auto", "none" or "inductor", instead of what the program was compiled with; rebalance: move rows to faster
     ranks, as Options(rebalance=True) says. An optimizer that is not of torch.optim
     comes from a module that run.py or the calling script imports (manifest.py). met: where this round's workers have met already
-    (`meeting.joined`). Raises RuntimeProgramError, and
-    WrongWorldSize before any process group is made.
+    (`meeting.joined`). update: how parameters follow from gradients, instead of what the manifest names. Raises
+    RuntimeProgramError, and WrongWorldSize before any process group is made.
     """
-    from ..checkpoint.weights import load_weights  # its import takes most of a second
-
     if isinstance(directory, Manifest):
         manifest = directory
     elif dist.is_initialized():
         manifest = manifest_for(directory, dist.get_world_size(), "the process group has")
     else:
         manifest = manifest_for(directory, started_ranks())
-    rule = manifest.update_rule()
+    rule = manifest.update_rule() if update is None else update
     store, device = None, None
     if not dist.is_initialized():
         chosen = chosen_backend(backend)
         device = chosen.device(started().local_rank)
         store = _join(chosen, device, timeout_s, manifest, met)
-    notes = store or dist.PrefixStore(f"autopar/{next(_LOADED)}", dist.distributed_c10d._get_default_store())
+    notes = store or dist.PrefixStore(f"autopar/{next(_LOADED)}", default_store())
     seed = manifest.seed if seed is None else seed
     if dist.get_world_size() > 1:
         compare(notes, dist.get_rank(), dist.get_world_size(), hashes(manifest, seed), timeout_s)
@@ -161,6 +165,8 @@ def load(
         session.same_data.waiting = Leaving(dist.PrefixStore("leaving", notes), comm, session.same_data).waiting
     source = weights or manifest.weights_folder
     if source is not None:
+        from ..checkpoint.weights import load_weights  # its import takes most of a second
+
         load_weights(source, session, manifest)
     return LoadedProgram(manifest, session, store)
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..comm.environment import LaunchError, Started, check_name, no_answer, place_text, started
+from ..data.datafile import parse_json
 from ..errors import CollectiveTimeout
 
 POLL_S = 0.02
@@ -132,6 +133,27 @@ def _call(names: dist.Store, world_size: int, end: float, timeout_s: float) -> s
     missing = [key for key in keys if not names.check([key])]
     who = f"ranks {', '.join(missing[:8])} never came" if missing else "some ranks were named that are no more"
     raise CollectiveTimeout(f"rank 0: not all of {world_size} ranks met in {timeout_s:g} s: {who}")
+
+
+def default_store() -> dist.Store:
+    """The store of the default process group, whoever made it."""
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
+def told(store: dist.Store, what: str, rank: int, ranks: int, own: Any, timeout_s: float, question: str) -> list[Any]:
+    """The plain value that every rank tells, by rank. what: a key that the store lacks; question: that all answer, in words.
+    Raises CollectiveTimeout."""
+    keys = [f"{what}/{other}" for other in range(ranks)]
+    try:
+        store.set(keys[rank], json.dumps(own))
+        store.wait(keys, timedelta(seconds=timeout_s))
+        return [parse_json(said.decode()) for said in store.multi_get(keys)]
+    except RuntimeError as error:
+        raise CollectiveTimeout(
+            f"rank {rank}: not all of {ranks} ranks said in {timeout_s:g} s {question} "
+            f"({str(error).splitlines()[0]}); did they all start?"
+        ) from error
 
 
 def _roster(names: dist.Store) -> list[str]:

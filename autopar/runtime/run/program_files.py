@@ -14,7 +14,7 @@ import json
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ from ..comm.environment import machine_name
 from ..data.datafile import read_json
 from ..data.schema import SchemaError, record, table, text
 from ..data.whole_files import replace_file
-from ..errors import CheckpointError, CollectiveTimeout, RankError
+from ..errors import CheckpointError, RankError
 from ..program.manifest import Manifest
 from ..step.same_data import odd_ranks
+from .meeting import told
 
 RECORD = "program.json"
 SEED = "--seed"
@@ -68,39 +69,42 @@ def _paths(manifest: Manifest) -> Iterator[tuple[str, Path]]:
             yield f"module {module}", Path(file)
 
 
-def compare(store: dist.Store, rank: int, ranks: int, own: Mapping[str, str], timeout_s: float) -> None:
-    """See that all ranks run the same files. store: of this start. Raises RankError, which names ranks and files, on every rank;
-    CollectiveTimeout where not all ranks come."""
+@dataclass(frozen=True)
+class Compared:
+    """The words for what ranks compare. question: that they answer; problem: where answers are not alike; remedy: what to do."""
+
+    what: str
+    question: str
+    problem: str
+    remedy: str
+
+
+FILES = Compared(
+    "files",
+    "which files they run",
+    "ranks do not run the same program",
+    "Copy the directory of the program to every machine whole, with one version of torch and Python, and start all ranks alike",
+)
+
+
+def compare(
+    store: dist.Store, rank: int, ranks: int, own: Mapping[str, str], timeout_s: float, words: Compared = FILES
+) -> None:
+    """See that all ranks have the same hashes by name, as those of the files they run. store: of this start. Raises RankError,
+    which names ranks and what is not alike, on every rank; CollectiveTimeout where not all ranks come."""
     whole = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
-    everyone = _told(store, "whole", rank, ranks, {"hash": whole, "machine": machine_name()}, timeout_s)
+    what = f"{words.what}/whole"
+    everyone = told(store, what, rank, ranks, {"hash": whole, "machine": machine_name()}, timeout_s, words.question)
     odd = odd_ranks([one["hash"] for one in everyone])
     if not odd:
         return
-    files: list[dict[str, str]] = _told(store, "each", rank, ranks, dict(own), timeout_s)
+    files: list[dict[str, str]] = told(store, f"{words.what}/each", rank, ranks, dict(own), timeout_s, words.question)
     usual = next(files[other] for other in range(ranks) if other not in odd)
     said = "; ".join(
         f"rank {one} ({everyone[one]['machine']}) has another {_listed(_shown(files[one], usual))}"
         for one in odd[:MOST_SHOWN]
     )
-    raise RankError(
-        f"ranks do not run the same program: {said}. Copy the directory of the program to every machine whole, with one "
-        "version of torch and Python, and start all ranks alike",
-        odd,
-    )
-
-
-def _told(store: dist.Store, what: str, rank: int, ranks: int, own: Any, timeout_s: float) -> list[Any]:
-    """The value that every rank tells, by rank."""
-    keys = [f"files/{what}/{other}" for other in range(ranks)]
-    try:
-        store.set(keys[rank], json.dumps(own))
-        store.wait(keys, timedelta(seconds=timeout_s))
-        return [json.loads(said) for said in store.multi_get(keys)]
-    except RuntimeError as error:
-        raise CollectiveTimeout(
-            f"rank {rank}: not all of {ranks} ranks said in {timeout_s:g} s which files they run "
-            f"({str(error).splitlines()[0]}); did they all start?"
-        ) from error
+    raise RankError(f"{words.problem}: {said}. {words.remedy}", odd)
 
 
 def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:

@@ -51,7 +51,8 @@ _DOING = row(text(), _COUNT, _COUNT, listed(integer(0, (1 << 32) - 1)), text())
 WHY_DATA = (
     "got another batch than the others; every rank is to read the same global batches in the same order: are the files the "
     "same on every machine, and is the order drawn from the same seed on every rank (generator= of the DataLoader, no "
-    "DistributedSampler, which gives each rank a part)?"
+    "DistributedSampler, which gives each rank a part)? Or is its optimizer set otherwise, as by a rank that changes its "
+    "own learning rate?"
 )
 
 
@@ -143,9 +144,9 @@ class SameData:
         self.take(batch, step)
         self._ahead = True
 
-    def take(self, batch: Sequence[Tensor], step: int) -> None:
-        """This rank is given a batch for a step; compare where it is time to. Raises RankError on every rank, naming those that
-        were given another one."""
+    def take(self, batch: Sequence[Tensor], step: int, settings: Sequence[float] = ()) -> None:
+        """This rank is given a batch for a step, and has its optimizer set to some numbers; compare where it is time to. Raises
+        RankError on every rank, naming those that were given another one."""
         if self._ahead:
             self._ahead = False
             return
@@ -153,6 +154,8 @@ class SameData:
         self._arrive()
         self._answer()
         self.taken, self._step = self.taken + 1, step
+        if settings:
+            batch = [*batch, torch.tensor(settings, dtype=torch.float64)]
         at_once = self._every or self.taken <= FIRST
         due = at_once or self.taken - self._compared >= self.apart
         most_bytes = 1 << 62 if due else self._most_bytes

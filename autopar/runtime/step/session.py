@@ -40,6 +40,7 @@ from ..update.update import Updater
 from ..update.update_rule import OptimizerFactory, UpdateRule, as_rule, check_sharded
 from .buffer_copies import BufferCopies
 from .cuda_graphs import Capture, CudaCapture, StepGraph, say_why, why_not
+from .pending import NOT_IN_TIERS, Pending
 from .pipeline import Executor, join_microbatches, joined_shape
 from .ready import NextInputs
 from .rebalance import rebalancer
@@ -114,6 +115,7 @@ class Session(State):
             comm.barrier(site="start")  # NCCL makes its communicator when all ranks come together
         self.grads: dict[str, Tensor] = {}
         self.extras: Any = None
+        self.pending = Pending()
         self.absent: frozenset[str] = frozenset()
         self.next_inputs = NextInputs(comm.device)
         self.rebalancer = rebalancer(comm, self.forms) if options.rebalance else None
@@ -201,8 +203,10 @@ class Session(State):
         self.step_graph = StepGraph(partial(self._compute, own), own.stages, own.pipeline.microbatches, make_capture)
 
     @recorded
-    def train_step(self, batch: Sequence[Tensor]) -> Tensor:
+    def train_step(self, batch: Sequence[Tensor], *, update: bool = True) -> Tensor:
         """One optimizer step on a global batch (its leaves in input order); the loss, over all microbatches. Raises TooManySkips.
+
+        update: False adds this batch's gradients to those of the next one instead. It counts as a step, and its batch as taken.
 
         `self.grads` holds the reduced local gradients, unscaled and clipped, until the next step, but those of parameters that
         have none in eager (`self.absent`), and `self.extras` what the step gives beside the loss, full on every rank and nested
@@ -210,6 +214,8 @@ class Session(State):
         """
         if not self.training:
             raise RuntimeProgramError("this program was compiled for inference; use forward()")
+        if not update and self.updater.away:
+            raise RuntimeProgramError(f"no update after this batch: {NOT_IN_TIERS}")
         self.grads, self.extras = {}, None
         self.updater.forget_gradients()
         for stage in self._last.stages.values():
@@ -224,6 +230,15 @@ class Session(State):
         self.grads = {n: grad for n, grad in computed.grads.items() if n not in self.absent}
         loss, borrowed, outputs = computed.loss, computed.borrowed, computed.outputs
         del computed  # the last to hold gradients that the update copies
+        if not update or self.pending.batches:
+            self.pending.add(self.grads)
+            self.grads, self.absent, borrowed = {}, self.absent - self.pending.names, frozenset()
+        if not update:
+            self.extras = self._full_extras(form, outputs)
+            self._end_step()
+            return loss.wait() if self.step_graph is None else loss.wait().clone()
+        if self.pending.batches:
+            self.grads = self.pending.taken()
         self.comm.at(self.rt.step + 1, "update")
         with spanned(self.recorder, "update"):
             updated = self.updater.step(self.grads, loss, borrowed)
@@ -237,15 +252,19 @@ class Session(State):
                 stage.rt.grads.unsent.forget()
             if self.buffer_copies is not None:
                 self.buffer_copies.put_back()
-        if (extras := form.pipeline.extras) is not None:
-            given = self._full_outputs(form, outputs, numbers_of(extras))
-            self.extras = filled(
-                extras, {n: one if self.step_graph is None else one.clone() for n, one in given.items()}
-            )
+        self.extras = self._full_extras(form, outputs)
         self._end_step()
         if (said := self.updater.judge(self.rt.step, loss)) and self.comm.rank == 0:
             print(said, file=sys.stderr, flush=True)
         return loss.wait() if self.step_graph is None else loss.wait().clone()
+
+    def _full_extras(self, form: Form, runs: Mapping[int, list[list[Any]]]) -> Any:
+        """What loss_fn returned beside the loss, full on every rank; None where it returned nothing else. runs: as of
+        `_full_outputs`."""
+        if (extras := form.pipeline.extras) is None:
+            return None
+        given = self._full_outputs(form, runs, numbers_of(extras))
+        return filled(extras, {n: one if self.step_graph is None else one.clone() for n, one in given.items()})
 
     @recorded
     def forward(self, batch: Sequence[Tensor], *, local: bool = False) -> list[Tensor | None]:
@@ -293,7 +312,7 @@ class Session(State):
         if self.rebalancer is not None:
             self.rebalancer.begin_step()
         if self.same_data is not None:
-            self.same_data.take(batch, self.rt.step + 1)
+            self.same_data.take(batch, self.rt.step + 1, self.updater.settings())
         place, shaped = self.shapes.of(batch)
         form = self.forms[place]
         checked = self.guards.check_batch(shaped, form.pipeline.inputs, form.pipeline.ranges)

@@ -20,6 +20,7 @@ from ..program.tables import Pipeline
 from ..update.optimizer_parts import Parts
 from ..update.update import SKIPPED, Updater
 from ..update.update_state import check_plain, step_number
+from .pending import Pending
 from .same_data import SameData
 from .shape_variants import Form
 from .shared import Shared
@@ -39,6 +40,7 @@ class State:
     updater: Updater
     parts: Parts | None
     same_data: SameData | None
+    pending: Pending
 
     def settle(self, what: str) -> None:
         """See that all batches so far were the same on all ranks. what: this rank does next, as in "saving". Raises RankError."""
@@ -70,6 +72,10 @@ class State:
     def state_entries(self) -> dict[str, StateEntry]:
         """Everything a checkpoint holds of this rank: local values with global shape and spec. Nothing is copied: what rests in a
         tier is there, and nothing is on its way to it. All ranks call it, and were given the same batches. Raises RankError."""
+        if self.pending.batches:
+            raise CheckpointError(
+                f"the gradients of {self.pending.batches} batches wait for an update, and no state holds them; update first"
+            )
         self.settle("reading or saving the state")
         self.settle_tiers()
         entries = {

@@ -98,6 +98,13 @@ class Updater:
         """The factor of the loss that backward starts from."""
         return self.scaler.scale if self.scaler is not None else 1.0
 
+    def settings(self) -> list[float]:
+        """The numbers that the optimizers' groups are set to, which are the same on every rank."""
+        groups = [group for one in self.optimizers for group in one.param_groups]
+        values = [value for group in groups for value in group.values() if isinstance(value, float | int | tuple)]
+        numbers = [number for value in values for number in (value if isinstance(value, tuple) else (value,))]
+        return [float(number) for number in numbers if isinstance(number, float | int)]
+
     # ---- the step
 
     @torch.no_grad()

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from autopar.cluster.device import device_preset
-from autopar.costmodel.calibrate import base_device, timed_s
+from autopar.cluster.here import base_device
+from autopar.costmodel.calibrate import timed_s
 from autopar.runtime.comm.backends import BACKENDS, HOST, OF_TYPE, Backend, Transport, register_backend, usual_backend
 from autopar.runtime.comm.devices import Device, kind_of
 from autopar.runtime.comm.environment import LaunchError

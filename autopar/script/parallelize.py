@@ -1,0 +1,151 @@
+"""`autopar.parallelize`: the door for training scripts.
+
+    step = autopar.parallelize(model, "here", batch, loss_fn=…, optimizer=…)      every rank of torchrun, or plain Python
+    loss = step(batch)
+
+The first start compiles the program and keeps it (cache.py) under a fingerprint of all that it follows from (fingerprint.py);
+one rank does so while the others wait (together.py). Every rank loads it as `autopar.load` does, with the script's own model as
+its first weights and the script's own functions as its optimizer, and gets a `Step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.api import request_of
+from autopar.capture.examples.buckets import Sizes
+from autopar.capture.examples.default_device import with_cpu_as_default
+from autopar.capture.examples.inputs import LossFunction
+from autopar.cluster import ClusterSpec
+from autopar.cluster.here import HERE
+from autopar.errors import InputError
+from autopar.options import Options, with_suggestions
+from autopar.plan import Plan
+from autopar.program import model_tensors
+from autopar.request import as_cluster
+from autopar.runtime.data.schema import integer, listed
+from autopar.runtime.errors import RuntimeProgramError
+from autopar.runtime.program.manifest import Manifest
+from autopar.runtime.run.loaded import LoadedProgram, load
+from autopar.runtime.step.same_data import checksum, odd_ranks
+from autopar.runtime.update.update_rule import ClipNorm, LossScaling, OptimizerFactory, SchedulerFactory, UpdateRule
+from autopar.script.fingerprint import fingerprint
+from autopar.script.step import Step
+from autopar.script.together import Ranks, leave_group_at_end, program_directory
+
+
+@with_suggestions
+@with_cpu_as_default
+def parallelize(
+    model: nn.Module,
+    cluster: ClusterSpec | str | Path,
+    example_inputs: Any,
+    *,
+    loss_fn: LossFunction | None = None,
+    optimizer: OptimizerFactory | UpdateRule | None = None,
+    scheduler: SchedulerFactory | None = None,
+    clip_grad_norm: float | ClipNorm | None = None,
+    clip_grad_value: float | None = None,
+    loss_scaling: bool | LossScaling = False,
+    options: Options | None = None,
+    plan: Plan | str | Path | None = None,
+    buckets: Sizes | None = None,
+    pad_values: Mapping[str, float] | None = None,
+    weights: str | Path | None = None,
+    backend: str | None = None,
+    timeout_s: float = 600.0,
+    compile_timeout_s: float = 3600.0,
+) -> Step:
+    """The training step of a model on the ranks that run this script, all of which call this with the same arguments.
+
+    Arguments are those of `autopar.compile`; factories may be lambdas. cluster: "here", or a description of as many devices as
+    there are ranks. The model's weights are the first ones: those of rank 0, where ranks made others. weights: a checkpoint or a
+    directory of safetensors instead, which a model on the meta device needs. backend: "nccl" or "gloo", where the usual one is
+    not meant. timeout_s: that ranks wait for each other, compile_timeout_s: for the one that compiles.
+
+    Raises what `compile` raises, on every rank; InputError where ranks and cluster do not go together; RankError where ranks ask
+    for different programs; LaunchError, CollectiveTimeout.
+    """
+    ranks = Ranks.meet(backend, timeout_s)
+    described = ranks.cluster if cluster == HERE else as_cluster(cluster)
+    if described.size != ranks.size:
+        raise InputError(
+            f"cluster {described.name} has {described.size} devices, and this script runs on {ranks.size} rank"
+            f"{'s' if ranks.size > 1 else ''}; start it with torchrun --nproc-per-node {described.size} on one machine (see "
+            'torchrun for several), or give cluster="here"'
+        )
+    request = request_of(
+        model,
+        described,
+        example_inputs,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        clip_grad_norm=clip_grad_norm,
+        clip_grad_value=clip_grad_value,
+        loss_scaling=loss_scaling,
+        options=replace(options or Options(), idle_ranks=False),
+        plan=plan,
+        buckets=buckets,
+        pad_values=pad_values,
+    )
+    on_meta = [name for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor) and tensor.is_meta]
+    if on_meta and weights is None:
+        raise InputError(
+            f"the model is on the meta device ({on_meta[0]}), which holds no weights; give weights=, a checkpoint or a directory "
+            "of safetensors"
+        )
+    directory = program_directory(request, fingerprint(request), ranks, compile_timeout_s)
+    manifest = Manifest.read(directory)
+    if manifest.idle:
+        raise InputError(
+            f"the plan leaves {manifest.idle} of {ranks.size} ranks without work, and every rank of a script takes part in its "
+            "step; give a plan for all of them, or start fewer ranks"
+        )
+    if ranks.met is not None:
+        leave_group_at_end()
+    program = load(manifest, backend, weights=weights, timeout_s=timeout_s, met=ranks.met, update=request.update)
+    if weights is None:
+        _take_weights(program, model)
+    return Step(program, model, directory)
+
+
+def _take_weights(program: LoadedProgram, model: nn.Module) -> None:
+    """Fill a program from a model in memory; what its forward captured beside parameters and buffers comes with the program."""
+    tensors = {name: tensor.detach() for name, tensor in model_tensors(model).items()}
+    manifest, session = program.manifest, program.session
+    own = {name: tensors[name] for name in manifest.state_names if name in tensors}
+    _agree(program, own)
+    captured = [name for name in manifest.state_names if name not in own]
+    if captured:
+        from autopar.runtime.checkpoint.checkpoint import read_full  # its import takes most of a second
+
+        if manifest.constants_folder is None:
+            raise RuntimeProgramError(
+                f"{', '.join(captured[:5])}: the program holds tensors that are no parameters or buffers of the model, and were "
+                "on the meta device when it was compiled; make them buffers"
+            )
+        own |= read_full(manifest.constants_folder, captured, session.comm)
+    session.load_weights(own)
+
+
+@torch.no_grad()
+def _agree(program: LoadedProgram, tensors: Mapping[str, Tensor]) -> None:
+    """Give every rank the first one's tensors where they are not the same: ranks that make a model of random numbers without a
+    seed each make another."""
+    comm = program.session.comm
+    if comm.world_size == 1:
+        return
+    sums = [checksum([tensor]) for tensor in tensors.values()]
+    everyone = comm.share(sums, listed(integer(0, (1 << 32) - 1)))
+    differing = [name for place, name in enumerate(tensors) if odd_ranks([one[place] for one in everyone])]
+    for name in differing:
+        first = comm.broadcast(tensors[name].to(comm.device), tuple(comm.mesh), site=f"{name} of rank 0")
+        if comm.rank != 0:
+            tensors[name].copy_(first)

@@ -1,0 +1,151 @@
+"""A training step of a script: called with a global batch, it does what `loss.backward()` and `optimizer.step()` do together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.runtime.data.state_names import of_model
+from autopar.runtime.errors import CheckpointError, RuntimeProgramError
+from autopar.runtime.run.loaded import LoadedProgram, given
+
+
+class Step:
+    """The step that `autopar.parallelize` returns. Every rank calls its methods, in the same order.
+
+    directory: of the program that is run, to be read.
+    """
+
+    def __init__(self, program: LoadedProgram, model: nn.Module, directory: Path) -> None:
+        self.directory = directory
+        self._program = program
+        self._session = program.session
+        held = {saved for also in program.manifest.state_names.values() for saved in also}
+        self._state = {name: None if name in held else value for name, value in model.state_dict().items()}
+        """The names of the model's state dict in its order, with the values of what the program does not hold."""
+        self._adding = False
+        self._scheduled = self._epochs()
+
+    def __call__(self, *batch: Any, **named: Any) -> Any:
+        """One optimizer step on a global batch, `step(x, y)`, `step((x, y))`, `step(input_ids=…)` or `step({…})`, the same on
+        every rank; its loss, a scalar that is part of no graph. A program without loss gives its output instead.
+
+        Raises GuardError for a batch of another shape, RankError where ranks do not do the same, RuntimeProgramError.
+        """
+        if not self._session.training:
+            return self._program(*batch, **named)
+        if self._epochs() != self._scheduled:
+            raise RuntimeProgramError(
+                "the script stepped the scheduler that parallelize was given, which every update steps already; leave out "
+                "scheduler.step(), or give no scheduler= and make your own of step.optimizer"
+            )
+        loss = self._session.train_step(self._program.leaves(given(batch, named)), update=not self._adding)
+        self._session.updater.forget_gradients()  # so an optimizer.step() of the script finds none, and changes nothing
+        self._scheduled = self._epochs()
+        return loss
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context in which gradients of batches are added up, and nothing is updated; the next batch outside of it is updated
+        with the sum, as in a loop that calls `backward` several times before `optimizer.step()`."""
+        before, self._adding = self._adding, True
+        try:
+            yield
+        finally:
+            self._adding = before
+
+    # ---- optimizer
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """This rank's optimizer, over its shards of the parameters. What is set in `param_groups` counts from the next step on,
+        and is to be set alike on every rank; `step()` and `zero_grad()` find no gradients. Raises RuntimeProgramError where there
+        is not one."""
+        return self._only(self.optimizers, "optimizer")
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The optimizers that the factory made."""
+        return self._session.updater.optimizers
+
+    @property
+    def scheduler(self) -> Any:
+        """The scheduler, which every update steps. Raises RuntimeProgramError where there is not one."""
+        return self._only(tuple(self._session.updater.schedulers), "scheduler")
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The trained parameters as this rank's optimizer has them, by the model's names: shards, flat ones where it has runs."""
+        names = self._program.manifest.state_names
+        for name, shard in self._session.opt_params.items():
+            yield (*names.get(name, ()), name)[0], shard
+
+    def _only(self, some: tuple[Any, ...], what: str) -> Any:
+        if len(some) != 1:
+            raise RuntimeProgramError(
+                f"this step has {len(some)} {what}s; see {what}= of parallelize, and step.optimizers"
+            )
+        return some[0]
+
+    def _epochs(self) -> list[int]:
+        return [one.last_epoch for one in self._session.updater.schedulers]
+
+    # ---- state
+
+    @property
+    def steps_done(self) -> int:
+        """Batches that were taken so far, those before a checkpoint that was resumed included."""
+        return self._program.step
+
+    def state_dict(self, *, every_rank: bool = True) -> dict[str, Any]:
+        """Full tensors on the CPU under the names of the model's own state dict, which loads them strictly. every_rank: False
+        gives ranks other than 0 nothing, where host memory is short."""
+        self._session.settle("reading the weights")
+        gives = every_rank or self._session.comm.rank == 0
+        names, held = self._program.manifest.state_names, dict[str, Tensor]()
+        for name in (name for name, also in names.items() if also):
+            full = self._session.gather_full(name)
+            held |= {name: full.cpu()} if gives else {}
+        now = of_model(held, names)
+        return {name: now.get(name, value) for name, value in self._state.items()} if gives else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the weights of a state dict of the model, full and the same on every rank; the optimizer stays as it is. Raises
+        CheckpointError where names or shapes are not the model's."""
+        names = self._program.manifest.state_names
+        missing = [also[0] for also in names.values() if also and not any(one in state for one in also)]
+        surplus = [name for name in state if name not in self._state]
+        if missing or surplus:
+            said = [
+                f"{what} {', '.join(some[:5])}"
+                for what, some in (("lacks", missing), ("has the surplus", surplus))
+                if some
+            ]
+            raise CheckpointError(f"the state dict {' and '.join(said)}; it must have the names of the model's own")
+        full = {}
+        for name, also in names.items():
+            found = [state[one] for one in also if one in state]
+            if any(not torch.equal(found[0], other) for other in found[1:]):
+                raise CheckpointError(
+                    f"{' and '.join(also)} are one tensor in this model, and differ in the state dict"
+                )
+            full[name] = found[0] if found else self._session.gather_full(name)
+        try:
+            self._session.load_weights(full)
+        except RuntimeProgramError as error:
+            raise CheckpointError(str(error)) from error
+        self._state |= {name: state[name] for name, value in self._state.items() if value is not None and name in state}
+
+    def save(self, directory: str | Path) -> None:
+        """Write a checkpoint: weights, optimizer, scheduler and step, each rank its shards. It is whole or not there, and any
+        number of ranks may go on from it."""
+        self._program.save(directory)
+
+    def resume(self, directory: str | Path) -> None:
+        """Go on from a checkpoint of any plan. Raises CheckpointError where it does not fit, or is damaged."""
+        self._program.resume(directory)
+        self._scheduled = self._epochs()

@@ -1,0 +1,138 @@
+"""A user's training script; runs under torchrun for test_parallelize.py: `python loop_worker.py WHAT FOLDER`.
+
+WHAT: a function below. What it returns is left as FOLDER/WHAT.RANK.pt.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import autopar
+
+RANK = int(os.environ.get("RANK", "0"))
+HERE = Path(sys.argv[2]) if __name__ == "__main__" else Path()
+
+
+class Tied(nn.Module):
+    """A language model of two layers, whose head is its embedding; one of its parameters is used nowhere."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(32, width)
+        self.mix, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+        self.head = nn.Linear(width, 32, bias=False)
+        self.head.weight = self.tokens.weight
+        self.idle = nn.Parameter(torch.ones(3))
+        self.register_buffer("scale", torch.full((width,), 0.5), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        return self.head(self.norm(x + torch.tanh(self.mix(x)) * self.scale))
+
+
+def model(seed: int = 0) -> Tied:
+    torch.manual_seed(seed)
+    return Tied().double()
+
+
+def batch(n: int = 0) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(n)
+    ids = torch.randint(0, 32, (8, 7), generator=draw)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+SMOOTHING = 0.1
+
+
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=SMOOTHING)
+
+
+def optimizer(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def step(own: nn.Module | None = None, **others: Any) -> autopar.Step:
+    asked: dict[str, Any] = {"loss_fn": loss, "optimizer": lambda params: optimizer(params)} | others
+    return autopar.parallelize(own or model(), "here", asked.pop("example", batch()), **asked)
+
+
+def loop() -> Any:
+    """Learning rates that the loop sets, batches that are added up, weights that are read and taken back."""
+    own = step(scheduler=None)
+    losses = []
+    for n in range(4):
+        own.optimizer.param_groups[0]["lr"] = 1e-2 / (n + 1)
+        losses.append(own(*batch(n)).item())
+        own.optimizer.step()  # a loop of torch's does so
+        own.optimizer.zero_grad()
+    with own.no_sync():
+        losses += [own(*batch(n)).item() for n in (4, 5)]
+    losses.append(own(batch(6)).item())
+    state = own.state_dict()
+    own.save(HERE / "saved")
+    losses.append(own(*batch(7)).item())
+    own.load_state_dict(state)
+    assert len(own.state_dict(every_rank=False)) == (len(state) if RANK == 0 else 0)
+    return losses, state, own.steps_done, str(own.directory)
+
+
+def resumed() -> Any:
+    """Goes on where `loop` saved."""
+    own = step(scheduler=None)
+    own.resume(HERE / "saved")
+    return own(*batch(7)).item(), own.optimizer.param_groups[0]["lr"], own.steps_done
+
+
+class Branching(nn.Module):
+    """A model that has no graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x).sum() if x.sum() > 0 else self.one(x).mean()
+
+
+def said(call: Any) -> str:
+    """The error that a call ends with."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def misuse() -> Any:
+    """What ranks are told that do not do the same, or ask for what cannot be."""
+    global SMOOTHING
+    told = {"cluster": said(lambda: autopar.parallelize(model(), autopar.ClusterSpec.local(3), batch(), loss_fn=loss))}
+    told["graph"] = said(lambda: autopar.parallelize(Branching(), "here", (torch.ones(4, 4),)))
+    SMOOTHING = 0.1 * RANK
+    told["closure"] = said(step)
+    SMOOTHING = 0.1
+    own = step(model(seed=RANK), scheduler=lambda one: torch.optim.lr_scheduler.StepLR(one, 1, 0.5))
+    state = own.state_dict()
+    told["shape"] = said(lambda: own(*(part[:4] for part in batch())))
+    own(*batch())
+    own.scheduler.step()
+    told["scheduler"] = said(lambda: own(*batch()))
+    own = step(scheduler=None)
+    own(*batch())
+    own.optimizer.param_groups[0]["lr"] *= 1 + RANK
+    told["lr"] = said(lambda: [own(*batch()), own.state_dict()])
+    return told, state
+
+
+if __name__ == "__main__":
+    torch.save(globals()[sys.argv[1]](), HERE / f"{sys.argv[1]}.{RANK}.pt")
