@@ -36,6 +36,7 @@ from autopar.proof.check import Check, check
 from autopar.proof.random_plans import random_plan
 from autopar.proof.verify import Verification, verify
 from autopar.runtime.errors import ExpertOverflow, GuardError
+from autopar.runtime.program.rows import DataShard
 from autopar.runtime.run.loaded import load
 from autopar.runtime.update.update_rule import ClipNorm, LossScaling, UpdateRule
 
@@ -50,6 +51,7 @@ __all__ = [
     "ClusterSpec",
     "ConstraintError",
     "CoupledError",
+    "DataShard",
     "EmitError",
     "ExpertOverflow",
     "GuardError",
