@@ -47,6 +47,7 @@ from autopar.runtime.data.fields import to_data
 from autopar.runtime.data.schema import is_integer, shown
 from autopar.runtime.errors import GuardError
 from autopar.runtime.guards import InputLike
+from autopar.runtime.program.rows import DataShard
 from autopar.runtime.program.shapes import Shapes
 from autopar.runtime.step.session import Session
 
@@ -252,6 +253,14 @@ class ParallelProgram(Compiled):
             pad_values=self.request.pad_values,
             options=self.options.at_run_time(),
         )
+
+    def local_rows(self, rank: int) -> DataShard:
+        """The rows of every global batch that a rank computes with, which are all that it need be given (`load(…,
+        rows="local")`). Raises RuntimeProgramError where no input has rows, InputError for a rank that there is not."""
+        shards = self.in_process.data_shards
+        if not is_integer(rank, 0, len(shards) - 1):
+            raise InputError(f"local_rows: the program has ranks 0 to {len(shards) - 1}, not {shown(rank)}")
+        return shards[rank]
 
     @with_cpu_as_default
     def run(self, batches: Any, steps: int | None = None, *, profile: bool = False) -> RunResult:

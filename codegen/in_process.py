@@ -6,6 +6,7 @@ import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -17,8 +18,9 @@ from autopar.ir.lowered import LoweredProgram
 from autopar.ops.runtime_modules import RUNTIME_MODULES, home_packages
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.threads import run_threads
+from autopar.runtime.program.rows import DataShard, data_shards
 from autopar.runtime.program.run_options import DEFAULTS, RunOptions
-from autopar.runtime.program.tables import world_mesh
+from autopar.runtime.program.tables import Pipeline, world_mesh
 from autopar.runtime.step.session import Session
 from autopar.runtime.update.update_rule import UpdateRule
 
@@ -35,6 +37,12 @@ class InProcess:
     buckets: tuple[InProcess, ...] = ()
     pad_values: Mapping[str, float] = field(default_factory=dict)
     options: RunOptions = DEFAULTS
+
+    @cached_property
+    def data_shards(self) -> tuple[DataShard, ...]:
+        """The rows of the batch that every rank takes. Raises RuntimeProgramError where no input has rows."""
+        buckets = [Pipeline(bucket.pipeline, bucket.stages) for bucket in self.buckets]
+        return data_shards(Pipeline(self.pipeline, self.stages), buckets)
 
     def run(
         self,
