@@ -1,4 +1,4 @@
-"""What a kept program depends on, and what it does not."""
+"""A kept program depends on code, shapes and options, and not on weights."""
 
 from __future__ import annotations
 

@@ -277,7 +277,7 @@ class Session(State):
         return loss.wait() if self.step_graph is None else loss.wait().clone()
 
     def _full_extras(self, form: Form, runs: Mapping[int, list[list[Any]]]) -> Any:
-        """What loss_fn returned beside the loss, full on every rank; None where it returned nothing else. runs: as of
+        """The extras of a step, full on every rank; None where loss_fn returned the loss alone. runs: as of
         `_full_outputs`."""
         if (extras := form.pipeline.extras) is None:
             return None
