@@ -17,7 +17,7 @@ import torch
 from autopar.ir.lines import AddGradient
 from autopar.ir.lowered import LoweredStage, StoredParameter
 from autopar.ir.mesh import Mesh
-from autopar.ir.resting import gradient_bytes
+from autopar.ir.resting import busiest_rank, gradient_bytes
 from autopar.ir.steps import bytes_before_per_byte, rows
 from autopar.passes.played.meta_comm import MetaComm
 from autopar.passes.played.tensors import Layout, Ledger
@@ -182,7 +182,8 @@ class PlayedStore(GradStore):
         shards = ((gradient_bytes(p.updated_bytes(mesh)), rows(p.reduce)) for p in trained)
         sizes = BucketSizes(step=sum(bytes_in_buckets(nbytes, steps, mesh.product) for nbytes, steps in shards))
         tiers = {p.name: p.tier for p in trained if p.tier}
-        super().__init__(MetaComm(mesh.sizes), table, microbatches, sizes, compensated, _Tiers(self.ledger), tiers)
+        comm = MetaComm(mesh.sizes, busiest_rank(trained, mesh))
+        super().__init__(comm, table, microbatches, sizes, compensated, _Tiers(self.ledger), tiers)
 
     @property
     def launched(self) -> list[tuple[tuple[str, ...], bool]]:
