@@ -161,7 +161,7 @@ class Spec:
             if owed:
                 text += f" ~{op}({','.join(owed)})"
         if self.owner is not None:
-            return f"{text} whole({','.join(self.run)}={self.owner})"
+            return f"{text} whole({'.'.join(self.run)}={self.owner})"
         return f"{text} run({','.join(self.run)})" if self.run else text
 
     def __str__(self) -> str:
@@ -170,7 +170,7 @@ class Spec:
 
 _FORM = re.compile(
     r"\w*\[(?P<dims>[^\]]*)\](?P<partial>( ~\w+\([\w,]+\))*)( run\((?P<run>[\w,]+)\)"
-    r"| whole\((?P<whole>[\w,]+)=(?P<owner>\d+)\))?", re.ASCII)
+    r"| whole\((?P<whole>[\w.]+)=(?P<owner>\d+)\))?", re.ASCII)
 _DIM = re.compile(r" *(?:\.|\d+)? *(?:@(?P<axes>[\w.]+))? *", re.ASCII)
 
 
@@ -188,7 +188,7 @@ def parse_spec(text: str) -> Spec:
             raise ShardingError(f"{text!r}: unknown reduction {op!r}; known are {', '.join(REDUCTIONS)}")
         partial += [(axis, op) for axis in axes.split(",")]
     named = match["run"] or match["whole"]
-    run = tuple(named.split(",")) if named else ()
+    run = tuple(re.split("[,.]", named)) if named else ()
     if run and (partial or not dims):
         raise ShardingError(f"{text!r}: a run is of a tensor with dims, and owes nothing beside it")
     spec = Spec(dims, tuple(sorted(partial)), run, None if match["owner"] is None else int(match["owner"]))

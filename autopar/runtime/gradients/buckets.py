@@ -256,7 +256,7 @@ class Buckets:
         if len(items) == 1 and items[0].rows and items[0].codec is None:
             self._scatter_parts(axes, items[0], site)
             return
-        self._land_oldest([flight for flight in self._flights if flight.scratch is not None and not flight.to_one])
+        self._land_oldest([flight for flight in self._flights if flight.scratch is not None])
         self._flights.append(self._reduce_scatter(axes, items, packed, site))
 
     def _scatter_parts(self, axes: Any, item: _Item, site: str) -> None:
@@ -267,7 +267,7 @@ class Buckets:
         out, value = self._take(length, item, lent=True), item.value
         for start in self._starts(length, width):
             stop = min(start + width, length)
-            self._land_oldest([flight for flight in self._flights if flight.scratch is not None and not flight.to_one])
+            self._land_oldest([flight for flight in self._flights if flight.scratch is not None])
             scratch = self._take(n * (stop - start), item)
             rows = scratch.view(n, stop - start)
             self._packed(rows.view(*rows.shape, *ones), value, start, length)
@@ -324,13 +324,13 @@ class Buckets:
         keeps = self.comm.axis_index(axes) == root
         if packed:
             sizes = [item.value.numel() for item in items]
-            flat, results = self._take(sum(sizes), items[0], lent=keeps), []
+            numel, results = sum(sizes), []
+            flat = self._take(numel, items[0], lent=True) if keeps else flat.new_empty(numel)
             for item, start, size in zip(items, _places(sizes, None)[0], sizes, strict=True):
                 results.append(flat[start : start + size].view(item.value.shape).copy_(item.value))
                 item.value = flat
         handle = self.comm.start_reduce_into(flat, axes, root, site=site)
-        pooled = packed and not keeps and items[0].name not in self.leaving
-        return _Flight(items, handle, results, flat if pooled else None, pooled, to_one=True)
+        return _Flight(items, handle, results, None, False, to_one=True)
 
     def _reduce_scatter(self, axes: Any, items: list[_Item], packed: bool, site: str) -> _Flight:
         n = self.comm.axis_size(axes)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..comm.calls import Handle
 from ..comm.chunks import join_chunks
 from ..comm.comm import Comm
-from ..comm.reshard import TABLE_STEPS, TableStep, owned_block, run_step
+from ..comm.reshard import TABLE_STEPS, TableStep, run_step
 from ..errors import RuntimeProgramError
 
 DIRECT_BYTES = 1 << 18
@@ -164,7 +164,8 @@ def _from_parts(
 def _from_owner(
     comm: Comm, axes: Any, owner: int, items: Sequence[Gather], site: str, direct_bytes: int
 ) -> list[Callable[[], Tensor]]:
-    """Blocks that one rank has: large ones in messages of their own, in the memory that receives them, the others in one."""
+    """Blocks that one rank has: large ones in messages of their own, in the memory that receives them, the others in one. The owner
+    gets a copy too, so that all ranks hold as much."""
     has = comm.axis_index(axes) == owner
     sizes = [tuple(n if isinstance(n, int) else comm.block_size(*n) for n in steps[0][3:]) for _, steps, _ in items]
     counts = [math.prod(block) for block in sizes]
@@ -182,8 +183,9 @@ def _from_owner(
             block = parts.then(lambda rows, place=packed.index(i), size=sizes[i]: rows[place].view(size))  # type: ignore[misc]
         else:
             received = len(steps) == 1 and out is not None
-            room = _into(out, shard) if received and has else out if received else None
-            room = owned_block(comm, shard, axes, (owner, *sizes[i])) if room is None else room
+            room = out if received and out is not None else shard.new_empty(sizes[i])
+            if has:
+                _into(room, shard)
             block = comm.start_broadcast_into(room, axes, owner, site=site)
         finishers.append(_sequence(comm, block, steps[1:], out, site))
     return finishers
