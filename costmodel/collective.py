@@ -6,7 +6,8 @@ at once, as NCCL's do, so the slowest one counts. The texts add the levels up: t
 `tests/oracles/collectives.py`. Letters are theirs: S bytes, P ranks, B bytes/s, a seconds per hop.
 
 `nbytes` is always the full array S: what each rank has (all_reduce), the gathered output (all_gather), the input
-(reduce_scatter), what one rank holds (all_to_all, exchange), the message (broadcast, reduce, p2p; shift: of everyone to the next).
+(reduce_scatter), what one rank holds (all_to_all, exchange), the message (broadcast, reduce, p2p; shift: of everyone to the
+next).
 An exchange is an all_to_all of shares that only the data decides.
 """
 

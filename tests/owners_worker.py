@@ -79,19 +79,23 @@ def batch(rows: int = 60, seed: int = 0) -> tuple[torch.Tensor]:
 
 
 def compiled(
-    ranks: Any, optimizer: str = "muon", layers: int = 3, width: int = 10, update: Any = None, rows: int = 4, **options: Any
+    ranks: Any,
+    optimizer: str = "muon",
+    layers: int = 3,
+    width: int = 10,
+    update: Any = None,
+    rows: int = 4,
+    **options: Any,
 ) -> autopar.ParallelProgram:
     cluster = autopar.ClusterSpec.local(ranks) if isinstance(ranks, int) else ranks
     """rows: of a rank and microbatch. update: what `compile` takes beside options."""
     rows = rows * cluster.size * options.get("microbatches", 1)
     asked = {"optimizer": OPTIMIZERS[optimizer]} | (update or {})
-    return autopar.compile(
-        model(layers, width), cluster, batch(rows), options=autopar.Options(**options), **asked
-    )
+    return autopar.compile(model(layers, width), cluster, batch(rows), options=autopar.Options(**options), **asked)
 
 
 def main(strategy: str, optimizer: str, source: str, out: Path) -> None:
-    """Two steps from scratch, or the state of a checkpoint, left in the folder `out`: as a checkpoint, and what every rank has."""
+    """Two steps from scratch, or the state of a checkpoint, left in `out`: as a checkpoint, and what every rank has."""
     import torch.distributed as dist
 
     from autopar.runtime.checkpoint import checkpoint

@@ -1,5 +1,5 @@
-"""Tensors that optimizers need whole rest on one rank, in balance: any number of ranks train as one device does, hold their share of
-the state, and go from checkpoint to checkpoint."""
+"""Tensors that optimizers need whole rest on one rank, in balance: any number of ranks train as one device does, hold their share
+of the state, and go from checkpoint to checkpoint."""
 
 from __future__ import annotations
 
@@ -19,12 +19,9 @@ from autopar.ir.resting import on_rank
 from autopar.ir.spec import parse_spec
 from autopar.passes.shard.owners import Owned, balanced
 from autopar.runtime.comm.mesh import boxes_of, held_shape, index_along, mesh_index
-from autopar.runtime.comm.process import TorchComm  # noqa: F401
-from autopar.runtime.comm.threads import run_threads
-from autopar.runtime.gradients.gather import start_gathers
-from tests.owners_worker import OPTIMIZERS, batch, compiled, model, muon
-from tests.proof.test_offload import assert_kept
-from tests.test_runs import on_threads
+from tests.measure import measure_tiers
+from tests.owners_worker import OPTIMIZERS, batch, compiled, model
+from tests.test_runs import equal_bits, on_threads
 from tests.warm import torchrun
 from tests.zoo.models import BY_NAME
 
@@ -97,7 +94,7 @@ def test_what_several_axes_share_is_balanced_with_what_one_shares() -> None:
 # --- training
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 6, 7])
 @pytest.mark.parametrize(
@@ -132,7 +129,7 @@ def test_the_zoo_equals_one_device(name: str, optimizer: str, strategy: str, ran
     equal_to_eager(program, zoo.make(), inputs)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -149,6 +146,7 @@ def test_meshes_stages_and_tiers_have_owners(options: dict[str, Any]) -> None:
     equal_to_eager(program, model(), batch(24 * options.get("microbatches", 1)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("update", [{"clip_grad_norm": 0.1}, {"loss_scaling": True}])
 def test_norms_and_scales_count_what_the_owners_have(update: dict[str, Any]) -> None:
     ours, one = (
@@ -162,23 +160,124 @@ def test_norms_and_scales_count_what_the_owners_have(update: dict[str, Any]) -> 
 # --- bytes
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6])
 @pytest.mark.parametrize(("strategy", "microbatches"), [("zero1", 1), ("zero2", 4), ("zero3", 2)])
 def test_memory_is_what_is_promised(strategy: str, microbatches: int, ranks: int) -> None:
     program = compiled(ranks, "muon", 12, 64, strategy=strategy, microbatches=microbatches)
     assert len(owned(program)) == 13
-    assert_kept(program, batch(4 * ranks * microbatches))
+    predicted = program.account.peaks[0]
+    measured = max(device for device, _ in measure_tiers(program, batch(4 * ranks * microbatches)))
+    assert 0.98 * measured <= predicted <= 1.05 * measured
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8, 12, 24])
 def test_a_rank_holds_its_share_of_the_state(ranks: int) -> None:
     program = compiled(ranks, "muon", 24, 16, strategy="zero3")
     (stage,) = program.lowered.stages
     matrices = [p for p in stage.parameters.values() if p.optimizer.owner is not None and p.name != "into.weight"]
-    states = [
-        sum(on_rank(p, stage.mesh, rank).state_bytes(program.setting) for p in matrices) for rank in range(ranks)
-    ]
+    states = [sum(on_rank(p, stage.mesh, rank).state_bytes(program.setting) for p in matrices) for rank in range(ranks)]
     one = max(p.type.nbytes for p in matrices)
     assert sum(states) == sum(p.type.nbytes for p in matrices)
     assert max(states) <= max(1.01 * sum(states) / ranks, sum(states) / ranks + one)
+
+
+def test_the_search_takes_owners_where_they_save() -> None:
+    program = compiled(4, "muon", 12, 64)
+    plain = compiled(4, "muon", 12, 64, strategy="dp")
+    assert owned(program)
+    assert program.predicted.step_time_s <= plain.predicted.step_time_s
+    assert program.predicted.peak_bytes < plain.predicted.peak_bytes
+    assert "whole(dp=3): " in program.report()
+
+
+# --- what a plan and a person may say
+
+
+def test_a_plan_with_owners_is_read_as_it_was_written(tmp_path: Path) -> None:
+    program = compiled(3, strategy="zero1")
+    program.plan.save(tmp_path / "plan.json")
+    assert '"[., .] whole(dp=2)"' in (tmp_path / "plan.json").read_text()
+    again = program.with_plan(autopar.Plan.load(tmp_path / "plan.json"))
+    assert again.plan == program.plan
+    assert again.predicted.step_time_s == program.predicted.step_time_s
+
+
+def test_a_person_may_choose_owners_in_a_plan() -> None:
+    program = compiled(3, "shampoo", strategy="zero3")
+    data = program.plan.to_dict()
+    for spec in data["stages"][0]["parameters"].values():
+        assert "whole" in spec["optimizer"]
+        spec["storage"] = spec["optimizer"] = spec["optimizer"].partition("=")[0] + "=1)"
+    chosen = program.with_plan(autopar.Plan.from_dict(data))
+    assert set(owned(chosen).values()) == {1}
+    equal_to_eager(chosen, model(), batch(12))
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [("[., .] whole(dp=3)", "must name one of 3 ranks"), ("[@dp, .]", "updates .* as a whole tensor")],
+)
+def test_a_plan_whose_owner_is_none_is_refused(spec: str, words: str) -> None:
+    program = compiled(3, width=12, strategy="zero1")
+    data = program.plan.to_dict()
+    data["stages"][0]["parameters"]["layers.0.weight"]["optimizer"] = spec
+    with pytest.raises((PlanError, ShardingError), match=words):
+        program.with_plan(autopar.Plan.from_dict(data))
+
+
+def test_a_constraint_names_no_owner() -> None:
+    with pytest.raises(ConstraintError, match="is chosen with all others"):
+        compiled(3, mesh={"dp": 3}, constraints={"layers.0.weight": "[., .] whole(dp=1)"})
+
+
+# --- checkpoints
+
+
+def worked(ranks: int, strategy: str, optimizer: str, source: Path | str, out: Path) -> dict[str, torch.Tensor]:
+    """The tensors that all processes leave, together."""
+    done = torchrun(ranks, Path(__file__).parent / "owners_worker.py", strategy, optimizer, source, out)
+    assert done.returncode == 0, done.stderr[-4000:]
+    full: dict[str, torch.Tensor] = {}
+    for rank in range(ranks):
+        full |= torch.load(out / f"full{rank}.pt")
+    return full
+
+
+def test_state_goes_to_other_owners_on_threads() -> None:
+    def trained(comm: Any) -> dict[str, Any]:
+        session = three.in_process.session(comm, three.request.update, 0)
+        session.load_weights(three.weights())
+        session.train_step(list(batch(12)))
+        state: dict[str, Any] = session.state_dict()
+        return state
+
+    def loaded(comm: Any) -> dict[str, Any]:
+        session = two.in_process.session(comm, two.request.update, 0)
+        session.load_state_dict(state)
+        again: dict[str, Any] = session.state_dict()
+        return again
+
+    three, two = compiled(3, "shampoo", strategy="zero3"), compiled(2, "shampoo", strategy="zero1")
+    state = three.in_process.run_bare(trained)[0]
+    again = two.in_process.run_bare(loaded)[0]
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    assert sum(name.endswith(".left") for name in tensors) == 8
+    assert equal_bits(tensors, again)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("optimizer", ["shampoo", "muon", "adafactor"])
+@pytest.mark.parametrize("strategy", ["zero3", "zero1"])
+def test_state_goes_to_and_from_other_owners_bit_by_bit(optimizer: str, strategy: str, tmp_path: Path) -> None:
+    full = worked(3, strategy, optimizer, "new", tmp_path / "three")
+    for ranks, other in ((1, "dp"), (2, "zero3"), (5, "zero1"), (4, "dp")):
+        assert equal_bits(on_threads(compiled(ranks, optimizer, strategy=other), tmp_path / "three" / "ours"), full)
+    again = worked(
+        2, "zero3" if strategy == "zero1" else "zero1", optimizer, tmp_path / "three" / "ours", tmp_path / "two"
+    )
+    assert again.keys() == full.keys()
+    assert equal_bits(again, full)
+    assert equal_bits(on_threads(compiled(3, optimizer, strategy="zero3"), tmp_path / "two" / "ours"), full)

@@ -116,7 +116,9 @@ def held_share(spec: Spec, mesh: Mesh, rank: int | None = None) -> float:
 def busiest_rank(parameters: Iterable[StoredParameter], mesh: Mesh) -> int:
     """The rank of a mesh that has the most bytes of those that one rank has whole; the last one, where all are alike."""
     owned = [p for p in parameters if p.optimizer.owner is not None]
-    loads = [sum(p.updated_bytes(mesh) * held_share(p.optimizer, mesh, rank) for p in owned) for rank in range(mesh.size)]
+    loads = [
+        sum(p.updated_bytes(mesh) * held_share(p.optimizer, mesh, rank) for p in owned) for rank in range(mesh.size)
+    ]
     return max(range(mesh.size), key=lambda rank: (loads[rank], rank)) if owned else mesh.size - 1
 
 
@@ -151,8 +153,8 @@ def of_program(program: Program, setting: Setting) -> Iterator[RestingBytes[floa
 
 
 def resting(stage: LoweredStage, setting: Setting) -> dict[str, dict[str, float]]:
-    """Bytes that one rank of a stage, the one that has most, always has, by memory tier ("": the device) and kind. Gradients, which rest only within a
-    step, are the gradient store's."""
+    """Bytes that the rank of a stage that has most always has, by memory tier ("": the device) and kind. Gradients, which rest
+    only within a step, are the gradient store's."""
     tiers = {"": dict.fromkeys(("parameters", "gradients", "optimizer"), 0.0)}
     rank = busiest_rank(stage.parameters.values(), stage.mesh)
     for p in stage.parameters.values():

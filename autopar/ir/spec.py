@@ -37,8 +37,8 @@ REDUCTIONS = ("sum", "max", "min")
 @dataclass(frozen=True)
 class Spec:
     """`dims[i]`: axes sharding dim i, major first. `partial`: sorted (axis, reduction) pairs still owed. `run`: axes over which
-    the elements of a block are cut, major first; nothing is owed beside it, and values have none. `owner`: the place among the ranks
-    along `run` of the one that has them all instead (None: they are cut)."""
+    the elements of a block are cut, major first; nothing is owed beside it, and values have none. `owner`: the place among the
+    ranks along `run` of the one that has them all instead (None: they are cut)."""
 
     dims: tuple[tuple[str, ...], ...]
     partial: tuple[tuple[str, str], ...] = ()
@@ -115,7 +115,7 @@ class Spec:
 
     @property
     def row(self) -> tuple[tuple[str | int, ...], ...]:
-        """The spec as the runtime's tables have it: its dims, the axes of a run where it is one, and its owner where it has one."""
+        """The spec as the runtime's tables have it: its dims, the axes of a run where it is one, and the owner, if any."""
         owner = () if self.owner is None else ((self.owner,),)
         return (*self.dims, self.run, *owner) if self.run else self.dims
 
@@ -170,7 +170,9 @@ class Spec:
 
 _FORM = re.compile(
     r"\w*\[(?P<dims>[^\]]*)\](?P<partial>( ~\w+\([\w,]+\))*)( run\((?P<run>[\w,]+)\)"
-    r"| whole\((?P<whole>[\w.]+)=(?P<owner>\d+)\))?", re.ASCII)
+    r"| whole\((?P<whole>[\w.]+)=(?P<owner>\d+)\))?",
+    re.ASCII,
+)
 _DIM = re.compile(r" *(?:\.|\d+)? *(?:@(?P<axes>[\w.]+))? *", re.ASCII)
 
 

@@ -67,9 +67,7 @@ def owned_states(axes: tuple[tuple[str, int], ...], shape: tuple[int, ...]) -> S
     if math.prod(shape) < 2:
         return ()
     whole = Spec.replicated(len(shape))
-    owned = [
-        Spec(whole.dims, (), run, 0) for n in range(1, len(several) + 1) for run in combinations(several, n)
-    ]
+    owned = [Spec(whole.dims, (), run, 0) for n in range(1, len(several) + 1) for run in combinations(several, n)]
     return tuple((storage, spec) for spec in owned for storage in (whole, spec))
 
 

@@ -111,7 +111,7 @@ def _constraint_spec(pattern: str, text: str, mesh: Mesh) -> Spec:
         raise ConstraintError(f"constraint {pattern!r}: {error}") from error
     if spec.owner is not None:
         raise ConstraintError(
-            f"constraint {pattern!r}: {text} names the rank that has a tensor whole, which is chosen when all are known; leave it out"
+            f"constraint {pattern!r}: {text} names the owner of a tensor, which is chosen with all others; leave it out"
         )
     unknown = spec.axes - set(mesh.names)
     if unknown:

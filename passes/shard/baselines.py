@@ -123,8 +123,8 @@ class Baseline:
         return tuple(a for a in self.data_axes if a != EXPERTS or name not in self.experts.sharded)
 
     def _is_spread(self, name: str, spec: Spec) -> bool:
-        """Whether every rank of the data axes has a shard of its own, or one of them all: along a dim of its own, where one divides by so many, else
-        a run of the elements, if there are several."""
+        """Whether every rank of the data axes has a shard of its own: along a dim of its own, where one divides by so many, else
+        a run of the elements, if there are several; or one of them has the whole tensor."""
         axes, shape = self._data_axes_of(name), self.program.parameters[name].type.shape
         if spec.owner is not None:
             return set(spec.run) == {a for a in axes if self.mesh.sizes[a] > 1}

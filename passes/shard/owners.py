@@ -29,8 +29,8 @@ class Owned:
 
 
 def balanced(tensors: Sequence[Owned], mesh: Mesh) -> list[int]:
-    """The owner of each tensor, its place along the axes: largest first, each where the most that a rank has grows least. Of ranks
-    that are alike the last takes it."""
+    """The owner of each tensor, its place along the axes: largest first, each where the most that a rank has grows least. Of
+    ranks that are alike the last takes it."""
     loads = [0.0] * mesh.size
     positions = [mesh_index(mesh.sizes, rank) for rank in range(mesh.size)]
     owners = [0] * len(tensors)

@@ -317,7 +317,7 @@ class Problem:
         if whole is not None:
             possible &= fine == 0
             given = None if self.given is None else self.given(key)[1]
-            if given is not None and (given.run if given.owner is None else any(given.dims)):
+            if given is not None and (any(given.dims) or (given.run and given.owner is None)):
                 raise PlanError(
                     f"its optimizer updates {whole} as a whole tensor, the plan shards it; compile again without plan=, or with "
                     "an elementwise optimizer"

@@ -41,8 +41,8 @@ class TableStepKind:
     """run: the step of a value over axes, with the dims of the table's row and the site. dims: per dim of the row 1 where, over n
     ranks, it is n times as long on a rank after the step, -1 where it is 1/n as long. view: whether the result may lie in the
     memory of the value. of_block: the dims of the row are instead the sizes of the block that becomes its runs, one after
-    another, or that they become. of_runs: of these, one after another, a rank takes its own. of_owner: the dims of the row are the
-    place of the rank that has, or is to have, all of a block, and the sizes of the block where others receive it."""
+    another, or that they become. of_runs: of these, one after another, a rank takes its own. of_owner: the dims of the row are
+    the place of the rank that has, or is to have, all of a block, and the sizes of the block where others receive it."""
 
     run: Callable[[Comm, Tensor, Axes, tuple[int, ...], str], Tensor]
     dims: tuple[int, ...] = ()
@@ -112,9 +112,7 @@ TABLE_STEPS |= {
         lambda comm, x, axes, dims, site: comm.broadcast(owned_block(comm, x, axes, dims), axes, dims[0], site=site),
         of_owner=True,
     ),
-    "reduce": TableStepKind(
-        lambda comm, x, axes, dims, site: comm.reduce(x, axes, dims[0], site=site), of_owner=True
-    ),
+    "reduce": TableStepKind(lambda comm, x, axes, dims, site: comm.reduce(x, axes, dims[0], site=site), of_owner=True),
     "own": TableStepKind(
         lambda comm, x, axes, dims, site: x if comm.axis_index(axes) == dims[0] else x.new_empty(0, *x.shape[1:]),
         of_owner=True,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,8 +37,8 @@ def start_gathers(
 ) -> Handle[list[Tensor]]:
     """Start (shard, steps, out) for every item; wait() gives the full tensors in order.
 
-    steps are all_gathers and broadcasts (others run too, later and one by one). out, when given, is a contiguous tensor that receives
-    the result; the shard may be its own part of out. dtypes: shards are cast before they are sent, so that what is
+    steps are all_gathers and broadcasts (others run too, later and one by one). out, when given, is a contiguous tensor that
+    receives the result; the shard may be its own part of out. dtypes: shards are cast before they are sent, so that what is
     narrow travels (what needs no steps, in the end). A shard must not change before the wait.
     """
     items = [_cast(comm, item, dtype) for item, dtype in zip(items, dtypes, strict=True)] if dtypes else items
@@ -164,8 +165,8 @@ def _from_parts(
 def _from_owner(
     comm: Comm, axes: Any, owner: int, items: Sequence[Gather], site: str, direct_bytes: int
 ) -> list[Callable[[], Tensor]]:
-    """Blocks that one rank has: large ones in messages of their own, in the memory that receives them, the others in one. The owner
-    gets a copy too, so that all ranks hold as much."""
+    """Blocks that one rank has: large ones in messages of their own, in the memory that receives them, the others in one. The
+    owner gets a copy too, so that all ranks hold as much."""
     has = comm.axis_index(axes) == owner
     sizes = [tuple(n if isinstance(n, int) else comm.block_size(*n) for n in steps[0][3:]) for _, steps, _ in items]
     counts = [math.prod(block) for block in sizes]
@@ -180,7 +181,7 @@ def _from_owner(
     finishers = []
     for i, (shard, steps, out) in enumerate(items):
         if i in packed:
-            block = parts.then(lambda rows, place=packed.index(i), size=sizes[i]: rows[place].view(size))  # type: ignore[misc]
+            block = parts.then(partial(_part, place=packed.index(i), size=sizes[i]))
         else:
             received = len(steps) == 1 and out is not None
             room = out if received and out is not None else shard.new_empty(sizes[i])
@@ -189,3 +190,7 @@ def _from_owner(
             block = comm.start_broadcast_into(room, axes, owner, site=site)
         finishers.append(_sequence(comm, block, steps[1:], out, site))
     return finishers
+
+
+def _part(rows: Sequence[Tensor], place: int, size: tuple[int, ...]) -> Tensor:
+    return rows[place].view(size)
