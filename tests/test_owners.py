@@ -19,6 +19,7 @@ from autopar.ir.resting import on_rank
 from autopar.ir.spec import parse_spec
 from autopar.passes.shard.owners import Owned, balanced
 from autopar.runtime.comm.mesh import boxes_of, held_shape, index_along, mesh_index
+from tests.gpu.simulated import simulated
 from tests.measure import measure_tiers
 from tests.owners_worker import OPTIMIZERS, batch, compiled, model
 from tests.test_runs import equal_bits, on_threads
@@ -155,6 +156,16 @@ def test_norms_and_scales_count_what_the_owners_have(update: dict[str, Any]) -> 
     )
     for name, value in one.state.items():
         torch.testing.assert_close(ours.state[name], value, rtol=0, atol=1e-9 * float(value.abs().max() + 1))
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("strategy", "microbatches"), [("zero2", 3), ("zero1", 1), ("zero3", 2)])
+def test_streams_of_a_gpu_are_in_order(strategy: str, microbatches: int) -> None:
+    cluster = autopar.ClusterSpec.homogeneous(devices=3, device="h100")
+    program = compiled(cluster, "muon", strategy=strategy, microbatches=microbatches)
+    assert owned(program)
+    found = simulated(program, batch(12 * microbatches), 2)
+    assert not found.findings, str(found)
 
 
 # --- bytes
