@@ -93,5 +93,46 @@ def resumed() -> Any:
     return own(*batch(7)).item(), own.optimizer.param_groups[0]["lr"], own.steps_done
 
 
+class Branching(nn.Module):
+    """A model that has no graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x).sum() if x.sum() > 0 else self.one(x).mean()
+
+
+def said(call: Any) -> str:
+    """The error that a call ends with."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def misuse() -> Any:
+    """Ranks that do not do the same, or ask for what cannot be, are told so."""
+    global SMOOTHING
+    told = {"cluster": said(lambda: autopar.parallelize(model(), autopar.ClusterSpec.local(3), batch(), loss_fn=loss))}
+    told["graph"] = said(lambda: autopar.parallelize(Branching(), "here", (torch.ones(4, 4),)))
+    SMOOTHING = 0.1 * RANK
+    told["closure"] = said(step)
+    SMOOTHING = 0.1
+    own = step(model(seed=RANK), scheduler=lambda one: torch.optim.lr_scheduler.StepLR(one, 1, 0.5))
+    state = own.state_dict()
+    told["shape"] = said(lambda: own(*(part[:4] for part in batch())))
+    own(*batch())
+    own.scheduler.step()
+    told["scheduler"] = said(lambda: own(*batch()))
+    own = step(scheduler=None)
+    own(*batch())
+    own.optimizer.param_groups[0]["lr"] *= 1 + RANK
+    told["lr"] = said(lambda: [own(*batch()), own.state_dict()])
+    return told, state
+
+
 if __name__ == "__main__":
     torch.save(globals()[sys.argv[1]](), HERE / f"{sys.argv[1]}.{RANK}.pt")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..comm.backends import backend_of
 from ..comm.comm import Comm
-from ..comm.mesh import boxes_of, run_axes, slices_of
+from ..comm.mesh import boxes_of, owner_index, run_axes, slices_of
 from ..compiled.inductor import CompiledRegion, compiled_stage
 from ..errors import RuntimeProgramError
 from ..gradients.buckets import BucketSizes, bytes_in_buckets
@@ -23,12 +23,14 @@ from ..gradients.gather import Gather, start_gathers
 from ..gradients.grads import GradStore
 from ..guards import Guards
 from ..memory.tiers import Tiers
-from ..program.layout import TensorInfo, fill, local_shape, local_slices, refinement, run_view
+from ..program.layout import TensorInfo, fill, holds, local_shape, local_slices, refinement, run_view
 from ..program.tables import Pipeline, StageTables
 from ..rank import Rank
 
 SliceReader = Callable[[str, tuple[slice, ...]], Tensor]
 Cut = tuple[slice, ...]
+Cuts = Sequence[Sequence[Cut]]
+"""Where a stage's inputs lie in leaves, by input and microbatch."""
 
 
 class Stage:
@@ -78,9 +80,11 @@ class Stage:
             self.module, self.regions = compiled_stage(tables.module, self.rt, self.index)
         self.microbatches = pipeline.microbatches
         self.cut_inputs()
+        self.optimized: list[TensorInfo] = []
         self.opt_params: dict[str, nn.Parameter] = {} if owner is None else owner.opt_params
         if pipeline.training and owner is None:
-            for info in pipeline.optimized(self.index):
+            self.optimized = pipeline.optimized(self.index)
+            for info in (one for one in self.optimized if holds(one.shape, one.opt_spec, comm)):
                 self.opt_params[info.name] = self._optimizer_shard(info)
 
     def stored(self) -> Iterator[tuple[TensorInfo, Tensor]]:
@@ -113,20 +117,27 @@ class Stage:
             fill(target, parts)
         self.refresh_optimizer_shards()
 
+    def apart(self, value: Tensor) -> Tensor:
+        """An output of forward; a copy where it lies in a parameter or buffer, which the step goes on to change."""
+        stored = (t.untyped_storage()._cdata for t in (*self.rt.params.values(), *self.rt.buffers.values()))
+        return value.clone() if value.untyped_storage()._cdata in set(stored) else value
+
     def cut_inputs(self) -> None:
         """Find where this rank's parts of the batch lie, under the shares that the mesh has now."""
         self.cuts = [self._cuts(info) for info in self.tables.inputs]
 
-    def inputs(self, batch: Sequence[Tensor], microbatch: int) -> list[Tensor]:
-        """This rank's part of a microbatch's leaves."""
-        return [self._brought(view, dtype) for view, dtype in self._views(batch, microbatch)]
+    def inputs(self, batch: Sequence[Tensor], microbatch: int, cuts: Cuts | None = None) -> list[Tensor]:
+        """This rank's part of a microbatch's leaves. cuts: where it lies in these (default: in those of a global batch)."""
+        return [self._brought(view, dtype) for view, dtype in self._views(batch, microbatch, cuts)]
 
-    def own_inputs(self, batch: Sequence[Tensor], microbatch: int) -> list[Tensor]:
+    def own_inputs(self, batch: Sequence[Tensor], microbatch: int, cuts: Cuts | None = None) -> list[Tensor]:
         """The same in memory of their own, where they are: in pinned memory, if they are to go to the device."""
-        return [self._pinned(view, dtype) for view, dtype in self._views(batch, microbatch)]
+        return [self._pinned(view, dtype) for view, dtype in self._views(batch, microbatch, cuts)]
 
-    def _views(self, batch: Sequence[Tensor], microbatch: int) -> Iterator[tuple[Tensor, torch.dtype]]:
-        for info, cuts in zip(self.tables.inputs, self.cuts, strict=True):
+    def _views(
+        self, batch: Sequence[Tensor], microbatch: int, cuts_of: Cuts | None
+    ) -> Iterator[tuple[Tensor, torch.dtype]]:
+        for info, cuts in zip(self.tables.inputs, self.cuts if cuts_of is None else cuts_of, strict=True):
             leaf = batch[info.index]
             yield leaf[cuts[microbatch]] if cuts[microbatch] else leaf, info.dtype
 
@@ -148,9 +159,13 @@ class Stage:
     def start_regather(self) -> Callable[[], Any]:
         """Bring updated optimizer shards back to storage; the returned function waits for it."""
         gathers: list[Gather] = [
-            (parameter.data, self.tables.parameters[name].gather, self.rt.params[name])
-            for name, parameter in self.opt_params.items()
-            if self.tables.parameters[name].gather and name not in self.rt.in_tier
+            (
+                self.opt_params[info.name].data if info.name in self.opt_params else self._shard_view(info),
+                info.gather,
+                self.rt.params[info.name],
+            )
+            for info in self.optimized
+            if info.gather and info.name not in self.rt.in_tier
         ]
         return start_gathers(self.comm, gathers, site="updated parameters").wait if gathers else lambda: None
 
@@ -201,7 +216,9 @@ class Stage:
         total = 0
         for name, entry in self.tables.gradients.items():
             info = self.tables.parameters[name]
-            elements = math.prod(local_shape(info.shape, info.opt_spec, self.comm, name))
+            owned = owner_index(info.shape, info.opt_spec) is not None  # every rank counts what its owner has
+            spec = info.opt_spec[: len(info.shape)] if owned else info.opt_spec
+            elements = math.prod(local_shape(info.shape, spec, self.comm, name))
             total += bytes_in_buckets(elements * info.dtype.itemsize, entry.steps, self.comm.axis_size)
         return total
 
@@ -222,7 +239,7 @@ class Stage:
         for dim in refinement(info.spec, info.opt_spec, info.name):
             view = view.narrow(dim, updated[dim].start - stored[dim].start, updated[dim].stop - updated[dim].start)
         axes = run_axes(info.shape, info.opt_spec)
-        return view if axes == run_axes(info.shape, info.spec) else run_view(view, self.comm, axes)
+        return view if axes == run_axes(info.shape, info.spec) else run_view(view, self.comm, info.shape, info.opt_spec)
 
     def _cuts(self, info: TensorInfo) -> list[Cut]:
         """Where this rank's part of every microbatch lies in the whole batch's leaf."""

@@ -1,0 +1,99 @@
+"""A training script of two processes: what its loop computes, keeps and is told."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+from tests.script import loop_worker
+from tests.script.loop_worker import batch, loss, model, optimizer
+from tests.warm import torchrun
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patched:
+        own = tmp_path_factory.mktemp("script")
+        patched.setenv("AUTOPAR_CACHE", str(own / "cache"))
+        yield own
+
+
+def run(ranks: int, what: str, folder: Path, status: int = 0) -> list[Any]:
+    """The results of every rank of a launch."""
+    done = torchrun(ranks, Path(loop_worker.__file__), what, folder, timeout=300)
+    assert done.returncode == status, done.stderr[-4000:]
+    return [torch.load(folder / f"{what}.{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+def eager() -> tuple[list[float], dict[str, Any], Any]:
+    """The same loop on one device."""
+    own = model()
+    steps, losses, lr = optimizer(own.parameters()), [], 0.0
+    state: dict[str, Any] = {}
+    for n in range(8):
+        if n == 7:
+            state = {name: value.clone() for name, value in own.state_dict().items()}
+        ids, targets = batch(n)
+        lr = steps.param_groups[0]["lr"] = 1e-2 / (n + 1) if n < 4 else lr
+        value = loss(own(ids), targets)
+        value.backward()
+        losses.append(value.item())
+        if n not in (4, 5):
+            steps.step()
+            steps.zero_grad()
+    return losses, state, lr
+
+
+def test_a_loop_of_two_ranks_computes_what_one_device_does(folder: Path) -> None:
+    ranks = run(2, "loop", folder)
+    losses, state, _ = eager()
+    for told, full, steps, directory in ranks:
+        torch.testing.assert_close(told, losses, rtol=1e-9, atol=1e-12)
+        assert steps == 8
+        assert Path(directory).parent == folder / "cache"
+        assert list(full) == list(state)
+        for name, value in state.items():
+            torch.testing.assert_close(full[name], value, rtol=1e-9, atol=1e-12)
+        other = model(seed=1)
+        other.load_state_dict(full)
+        assert other.head.weight is other.tokens.weight
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_any_number_of_ranks_goes_on_from_a_checkpoint(ranks: int, folder: Path) -> None:
+    if not (folder / "saved").exists():
+        run(2, "loop", folder)
+    kept = {path.name for path in (folder / "cache").iterdir()}
+    losses, _, lr = eager()
+    for told, rate, steps in run(ranks, "resumed", folder):
+        assert told == pytest.approx(losses[-1], rel=1e-9)
+        assert (rate, steps) == (lr, 8)
+    added = {path.name for path in (folder / "cache").iterdir()} - kept
+    assert len(added) == (0 if ranks == 2 else 1)
+
+
+@pytest.mark.slow
+def test_ranks_that_do_not_do_the_same_are_told_so_by_name(folder: Path) -> None:
+    """The script ends badly, as what rank 1 trained last is not what rank 0 did."""
+    for told, state in run(2, "misuse", folder, status=1):
+        assert told["cluster"].startswith("InputError: cluster local-3 has 3 devices, and this script runs on 2 ranks")
+        assert "CaptureError: " in told["graph"]
+        assert "ranks ask autopar.parallelize for different programs: rank 1" in told["closure"]
+        assert "has another loss_fn" in told["closure"]
+        assert told["shape"].startswith("GuardError: ")
+        assert "stepped the scheduler" in told["scheduler"]
+        assert told["lr"].startswith("RankError: ")
+        assert "learning rate" in told["lr"]
+        torch.testing.assert_close(state["mix.weight"], model(seed=0).mix.weight.detach(), rtol=0, atol=0)
+
+
+def test_it_takes_what_compile_takes() -> None:
+    taken, all_of = (inspect.signature(one).parameters for one in (autopar.parallelize, autopar.compile))
+    assert [(name, taken[name].default) for name in all_of] == [(name, one.default) for name, one in all_of.items()]
