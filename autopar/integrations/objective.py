@@ -2,8 +2,7 @@
 
 Trainers compute a loss from a model and a batch in methods that users override, divide it by the number of accumulated batches,
 and give it to `accelerator.backward`. So the module runs the trainer's own `training_step`, and what reaches `backward` is the
-loss of the program. What a trainer gathers over processes is for its logs; such values are stood in for by `Logged`, which
-nothing can be computed of that a loss could depend on.
+loss of the program. What a trainer gathers over processes is for its logs (logged.py).
 """
 
 from __future__ import annotations
@@ -15,32 +14,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar.errors import InputError
+from autopar.integrations.logged import Logged, StepLogs
+from autopar.integrations.plain_heads import plain_log_probs
 
 STEPS = "accumulated_batches"
 """The input that says how many batches an update is of."""
 ITEMS = "items_in_update"
 """The input that says how many items, such as tokens, the batches of an update have together."""
-
-
-class Logged:
-    """A number for logs while a step is captured: it takes part in arithmetic and comparisons, and has no value."""
-
-    def _same(self, *others: Any, **named: Any) -> Logged:
-        return self
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _same
-    __floordiv__ = __rfloordiv__ = __gt__ = __lt__ = __ge__ = __le__ = __neg__ = __getitem__ = _same
-    sum = mean = item = float = detach = cpu = nanmean = min = max = _same
-
-    def __bool__(self) -> bool:
-        return True
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise InputError(
-            f"the trainer's loss depends on a value that it gathers over processes ({getattr(function, '__name__', function)}), "
-            "which a program for all ranks has no use for; compute the loss from the batch, which is the global one"
-        )
 
 
 class Objective(nn.Module):
@@ -52,20 +32,33 @@ class Objective(nn.Module):
     def __init__(self, trainer: Any, training_step: Callable[..., Any]) -> None:
         super().__init__()
         self.model = trainer.model
-        self.trainer, self.training_step = Hidden(trainer), Hidden(training_step)
+        self.trainer, self.training_step, self._logs = Hidden(trainer), Hidden(training_step), Hidden(None)
 
-    def forward(self, **batch: Tensor) -> Tensor:
-        """The loss. batch: as the collator made it, with STEPS, and ITEMS where the trainer counts them."""
+    @property
+    def logs(self) -> StepLogs | None:
+        """The logs of a step, once one is captured; None where it keeps no such logs."""
+        return self._logs.value  # type: ignore[no-any-return]
+
+    def forward(self, **batch: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The loss, and what the trainer gathers for its logs. batch: as the collator made it, with STEPS, and ITEMS where the
+        trainer counts them."""
         trainer, losses = self.trainer.value, list[Tensor]()
         steps, items = batch.pop(STEPS), batch.pop(ITEMS, None)
-        with captured_from(trainer, losses, steps):
+        logs = StepLogs(lambda: trainer._total_train_tokens) if "_metrics" in vars(trainer) else None
+        with plain_log_probs(), captured_from(trainer, losses, steps, logs):
             self.training_step.value(self.model, batch, items)
         if len(losses) != 1:
             raise InputError(
                 f"{type(trainer).__name__}.training_step calls accelerator.backward {len(losses)} times for one batch; a program "
                 "has one loss in a step"
             )
-        return losses[0]
+        self._logs.value = logs
+        return losses[0], logs.extras if logs is not None else []
+
+
+def loss_and_extras(outputs: tuple[Tensor, list[Tensor]]) -> Any:
+    """The loss_fn of an Objective."""
+    return outputs if outputs[1] else outputs[0]
 
 
 class Hidden:
@@ -79,29 +72,29 @@ class Hidden:
 
 
 @contextmanager
-def captured_from(trainer: Any, losses: list[Tensor], steps: Tensor) -> Iterator[None]:
+def captured_from(trainer: Any, losses: list[Tensor], steps: Tensor, logs: StepLogs | None) -> Iterator[None]:
     """A context in which a trainer's step computes its loss and no more, and is as it was afterwards. losses: takes what would
-    go to backward; steps: how many batches an update is of."""
-    accelerator, logs = trainer.accelerator, vars(trainer).get("_metrics")
+    go to backward; steps: how many batches an update is of; logs: take what the trainer logs."""
+    accelerator = trainer.accelerator
+    gathered = (lambda value, *_, **__: Logged(lambda extras: value)) if logs is None else logs.gathered
     replaced: list[tuple[Any, str, Any]] = [
         (accelerator, "backward", lambda loss, **_: losses.append(loss)),
-        (accelerator, "gather", lambda value: Logged()),
-        (accelerator, "gather_for_metrics", lambda value, **_: Logged()),
+        (accelerator, "gather", gathered),
+        (accelerator, "gather_for_metrics", gathered),
         (trainer, "_prepare_inputs", lambda inputs: inputs),
         (trainer, "optimizer", None),
         (trainer, "current_gradient_accumulation_steps", steps),
     ]
     if logs is not None:
-        replaced += [
-            (trainer, "_metrics", {mode: type(of_mode)(list) for mode, of_mode in logs.items()}),
-            (trainer, "_total_train_tokens", vars(trainer).get("_total_train_tokens")),
-        ]
+        replaced += [(trainer, "_metrics", logs.metrics), (trainer, "_total_train_tokens", logs.total)]
     missing = object()
     before = [(owner, name, vars(owner).get(name, missing)) for owner, name, _ in replaced]
     try:
         for owner, name, value in replaced:
             setattr(owner, name, value)
         yield
+        if logs is not None:
+            logs.total = trainer._total_train_tokens
     finally:
         for owner, name, value in before:
             if value is missing:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from transformers.trainer import SCHEDULER_NAME
 
 from autopar.errors import InputError
-from autopar.integrations.objective import ITEMS, STEPS, Objective
+from autopar.integrations.objective import ITEMS, STEPS, Objective, loss_and_extras
 from autopar.integrations.one_process import as_first_rank, as_one_process
 from autopar.integrations.optimizers import factory_of, follow
 from autopar.integrations.training_arguments import check_arguments
@@ -190,6 +190,7 @@ class ParallelTrainer(_Base):
         self._step = parallelize(
             self._objective,
             example_inputs=example,
+            loss_fn=loss_and_extras,
             optimizer=factory_of(self.optimizer, self._objective),
             clip_grad_norm=ClipNorm(self.args.max_grad_norm or _NO_CLIPPING),
             options=options,
@@ -238,7 +239,7 @@ class ParallelTrainer(_Base):
         updates = self.accelerator.gradient_state.sync_gradients
         try:
             with nullcontext() if updates else self._step.no_sync():
-                loss = self._step(self._global_batch(inputs, num_items_in_batch))
+                result = self._step(self._global_batch(inputs, num_items_in_batch))
         except GuardError as error:
             error.add_note(
                 "A trainer's batches need shapes that are known before: pad them to one length (padding='max_length', "
@@ -247,6 +248,9 @@ class ParallelTrainer(_Base):
             )
             raise
         self._outdated = True
+        loss, extras = result if isinstance(result, tuple) else (result, [])
+        if self._objective.logs is not None:
+            self._objective.logs.put(self, extras)
         return loss.detach().to(self.args.device)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:

@@ -33,7 +33,8 @@ class Step:
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """One optimizer step on a global batch, `step(x, y)`, `step((x, y))`, `step(input_ids=…)` or `step({…})`, the same on
-        every rank; its loss, a scalar that is part of no graph. A program without loss gives its output instead.
+        every rank; its loss, a scalar that is part of no graph, or (loss, extras) where loss_fn returns extras. A program without
+        loss gives its output instead.
 
         Raises GuardError for a batch of another shape, RankError where ranks do not do the same, RuntimeProgramError.
         """
@@ -47,7 +48,7 @@ class Step:
         loss = self._session.train_step(self._program.leaves(given(batch, named)), update=not self._adding)
         self._session.updater.forget_gradients()  # so an optimizer.step() of the script finds none, and changes nothing
         self._scheduled = self._epochs()
-        return loss
+        return loss if self._session.extras is None else (loss, self._session.extras)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
