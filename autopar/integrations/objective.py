@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from autopar.errors import InputError
 from autopar.integrations.logged import Logged, StepLogs
+from autopar.integrations.picked import PickedInSums
 from autopar.integrations.plain_heads import plain_log_probs
 
 STEPS = "accumulated_batches"
@@ -32,6 +33,8 @@ class Objective(nn.Module):
     def __init__(self, trainer: Any, training_step: Callable[..., Any]) -> None:
         super().__init__()
         self.model = trainer.model
+        held = {name: value for name, value in vars(trainer).items() if isinstance(value, nn.Module)}
+        self.beside = nn.ModuleDict({name: one for name, one in held.items() if not name.startswith("model")})
         self.trainer, self.training_step, self._logs = Hidden(trainer), Hidden(training_step), Hidden(None)
 
     @property
@@ -45,7 +48,7 @@ class Objective(nn.Module):
         trainer, losses = self.trainer.value, list[Tensor]()
         steps, items = batch.pop(STEPS), batch.pop(ITEMS, None)
         logs = StepLogs(lambda: trainer._total_train_tokens) if "_metrics" in vars(trainer) else None
-        with plain_log_probs(), captured_from(trainer, losses, steps, logs):
+        with PickedInSums(), plain_log_probs(), captured_from(trainer, losses, steps, logs):
             self.training_step.value(self.model, batch, items)
         if len(losses) != 1:
             raise InputError(

@@ -30,8 +30,8 @@ def tokenizer() -> Any:
     )
 
 
-def llama() -> torch.nn.Module:
-    torch.manual_seed(0)
+def llama(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=64,
         hidden_size=16,
@@ -96,7 +96,7 @@ def run(kind: str, folder: Path, case: str) -> None:
         train_dataset=datasets.Dataset.from_list(rows(16, 1)),
         eval_dataset=datasets.Dataset.from_list(rows(8, 2)),
         processing_class=tokenizer(),
-        **({"peft_config": lora} if case == "lora" else {}),
+        **({"peft_config": lora} if case == "lora" else {"ref_model": llama(2)} if case == "dpo" else {}),
     )
     result = trainer.train()
     metrics = trainer.evaluate()
