@@ -17,6 +17,7 @@ from autopar.errors import InputError
 from autopar.integrations.logged import Logged, StepLogs
 from autopar.integrations.picked import PickedInSums
 from autopar.integrations.plain_heads import plain_log_probs
+from autopar.integrations.unseen import Unseen
 
 STEPS = "accumulated_batches"
 """The input that says how many batches an update is of."""
@@ -86,6 +87,7 @@ def captured_from(trainer: Any, losses: list[Tensor], steps: Tensor, logs: StepL
         (accelerator, "gather_for_metrics", gathered),
         (trainer, "_prepare_inputs", lambda inputs: inputs),
         (trainer, "optimizer", None),
+        (trainer, "state", Unseen("self.state")),
         (trainer, "current_gradient_accumulation_steps", steps),
     ]
     if logs is not None:

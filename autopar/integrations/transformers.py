@@ -37,6 +37,7 @@ from autopar.errors import InputError
 from autopar.integrations.objective import ITEMS, STEPS, Objective, loss_and_extras
 from autopar.integrations.one_process import as_first_rank, as_one_process
 from autopar.integrations.optimizers import factory_of, follow
+from autopar.integrations.rehearsed import rehearse
 from autopar.integrations.training_arguments import check_arguments
 from autopar.options import Options
 from autopar.runtime.errors import GuardError
@@ -184,6 +185,7 @@ class ParallelTrainer(_Base):
             for name, tensor in example.items():
                 if tensor.dim() and tensor.shape[0] == rows:
                     buckets.setdefault(name, {})[0] = (rows, odd_rows)
+        rehearse(self._objective, example)
         options = self._options
         if self.args.bf16 and options.precision is None:
             options = dataclasses.replace(options, precision="bf16")
