@@ -21,7 +21,7 @@ from autopar.capture.examples.inputs import batch_dim
 from autopar.capture.export.export import export_step
 from autopar.capture.export.fake import fake_mode
 from autopar.capture.export.faster_export import lean
-from autopar.capture.exported import Captured, Exported
+from autopar.capture.exported import Captured, Exported, Gives
 from autopar.capture.graph.channels_last import keep_channels_last
 from autopar.capture.graph.head_losses import join_head_losses
 from autopar.capture.graph.index_guards import guard_indices, without_guards
@@ -49,17 +49,18 @@ def capture_program(
     guards: bool = True,
     as_example: bool = False,
     told: Mapping[str, Any] = MappingProxyType({}),
+    gives: Gives = "step",
 ) -> Captured:
     """Capture, fold and differentiate. starts: modules at which a call must start. precision, guards: see Options. pieces:
     what the loss is divided by. as_example: branches on data go the example's way. told: Options by name, for ops that have
-    them as arguments.
+    them as arguments. gives: what the capture is of.
 
     Raises CaptureError, InputError.
     """
     mode = fake_mode()
     with lean():
         whole, conditions = with_conditions(
-            export_step(model, inputs, loss_fn, targets, mode, pieces, as_example, guards)
+            export_step(model, inputs, loss_fn, targets, mode, pieces, as_example, guards, gives)
         )
         keep_channels_last(whole, model)
         exported = tidied(whole)

@@ -182,7 +182,8 @@ class Microbatched:
 class Program:
     """A whole step, one microbatch of it (then `microbatched` says how), or a stage of either. Of a whole one outputs[0] is
     the loss when `training`, further ones are counts of what rows chose. guards: what the batch inputs of a whole one must
-    hold. conditions: of parameters that have a gradient only in steps in which rows chose what they belong to (experts)."""
+    hold. conditions: of parameters that have a gradient only in steps in which rows chose what they belong to (experts). homes:
+    the stages in which another program's plan has parameters and buffers, whether or not this one uses them there."""
 
     templates: dict[str, Template]
     calls: tuple[Call, ...]
@@ -196,6 +197,7 @@ class Program:
     fingerprint: str = ""
     guards: tuple[InputRange, ...] = ()
     conditions: Mapping[str, Conditions] = field(default_factory=dict)
+    homes: Mapping[str, frozenset[int]] = field(default_factory=dict, repr=False)
     structure: Any = field(default=None, repr=False)
     microbatched: Microbatched | None = None
     boundary: Boundary | None = None
@@ -228,6 +230,11 @@ class Program:
             return self.buffers[ref.name].type
         template = self.template_of(self.calls[ref.index])
         return template.type_of(template.outputs[ref.output])
+
+    @cached_property
+    def random(self) -> bool:
+        """Whether it draws random numbers."""
+        return any(template.random for template in self.templates.values())
 
     @cached_property
     def multiplicity(self) -> dict[str, int]:

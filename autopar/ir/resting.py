@@ -80,21 +80,29 @@ class ParameterOnRank(Generic[Bytes]):
             yield RestingBytes("optimizer", "parameters", self.copied)
 
 
-def on_rank(p: StoredParameter, mesh: Mesh) -> ParameterOnRank[float]:
-    """A parameter as one rank of a stage holds it."""
-    held = planned(p.type, p.storage, p.optimizer, mesh, p.contributions > 0, (p.name,) if p.owned else ())
+def on_rank(p: StoredParameter, mesh: Mesh, kept: Collection[str] = ()) -> ParameterOnRank[float]:
+    """A parameter as one rank of a stage holds it. kept: of `Setting`."""
+    names = (p.name,) if p.owned else ()
+    held = planned(p.type, p.storage, p.optimizer, mesh, p.contributions > 0, names, p.name in kept)
     return replace(held, narrow=p.stored_bytes(mesh, p.narrow)) if p.narrow is not None else held
 
 
 def planned(
-    type_: TensorType, storage: Spec, optimizer: Spec, mesh: Mesh, trained: bool, names: tuple[str, ...]
+    type_: TensorType,
+    storage: Spec,
+    optimizer: Spec,
+    mesh: Mesh,
+    trained: bool,
+    names: tuple[str, ...],
+    kept: bool = False,
 ) -> ParameterOnRank[float]:
-    """A parameter as one rank holds it under two specs. names: as of `ParameterOnRank`, where it is trained."""
+    """A parameter as one rank holds it under two specs. names: as of `ParameterOnRank`, where it is trained, by this step or
+    (kept) by another one."""
     stored, updated = float(storage.local_bytes(type_, mesh)), float(optimizer.local_bytes(type_, mesh))
-    if not trained:
+    if not (trained or kept):
         return ParameterOnRank(type_, stored, updated)
     return ParameterOnRank(
-        type_, stored, updated, True, names, updated if is_apart(type_, storage, optimizer, mesh) else None
+        type_, stored, updated, trained, names, updated if is_apart(type_, storage, optimizer, mesh) else None
     )
 
 
@@ -124,8 +132,8 @@ def of_program(program: Program, setting: Setting) -> Iterator[RestingBytes[floa
     """All that rests for a program's parameters, each once and whole: no plan has less on all its ranks together."""
     trained = set(program.trained) if program.training else set()
     for name, p in program.parameters.items():
-        nbytes, names = float(p.type.nbytes), (name,) if name in trained else ()
-        yield from ParameterOnRank(p.type, nbytes, nbytes, bool(names), names).rows(setting)
+        nbytes, names = float(p.type.nbytes), (name,) if name in trained or name in setting.kept else ()
+        yield from ParameterOnRank(p.type, nbytes, nbytes, name in trained, names).rows(setting)
 
 
 def resting(stage: LoweredStage, setting: Setting) -> dict[str, dict[str, float]]:
@@ -133,7 +141,7 @@ def resting(stage: LoweredStage, setting: Setting) -> dict[str, dict[str, float]
     step, are the gradient store's."""
     tiers = {"": dict.fromkeys(("parameters", "gradients", "optimizer"), 0.0)}
     for p in stage.parameters.values():
-        for row in on_rank(p, stage.mesh).rows(setting):
+        for row in on_rank(p, stage.mesh, setting.kept).rows(setting):
             if row.kind != "gradients":
                 kinds = tiers.setdefault(p.tiers[row.moves], {})
                 kinds[row.kind] = kinds.get(row.kind, 0.0) + row.nbytes

@@ -39,6 +39,7 @@ def stage_plan(problem: Problem, choice: list[int], calls: tuple[int, int]) -> S
             storage, optimizer = state
             for name in problem.groups[key[1]].names:
                 by_microbatch = problem.setting.by_microbatch and name in trained
-                parameters[name] = ParameterPlan(storage, optimizer, by_microbatch=by_microbatch)
+                own = ParameterPlan(storage, optimizer, by_microbatch=by_microbatch)
+                parameters[name] = own if program.training else problem.rests.get(name, own)
     stage = StagePlan(calls, problem.mesh, templates, {name: parameters[name] for name in program.parameters})
     return offloaded(program, stage, problem.pricer.device, problem.setting)

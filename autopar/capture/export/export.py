@@ -26,7 +26,7 @@ from autopar.capture.export.fake import fake_like, faked
 from autopar.capture.export.functional import check_writes, functional, traced_step
 from autopar.capture.export.named_constants import check_constants, named_by_content, same_constants
 from autopar.capture.export.parameters_with_grad import parameters_reached
-from autopar.capture.exported import Exported
+from autopar.capture.exported import Exported, Gives
 from autopar.capture.known.known_blocks import known_forwards, prove
 from autopar.capture.while_traced import functions
 from autopar.capture.while_traced.autocast import check_outside
@@ -58,7 +58,14 @@ class _Step(nn.Module):
     """The user's model and loss as one module over flat tensor leaves."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: Any, structure: Any, names: Sequence[str], targets: int, pieces: int
+        self,
+        model: nn.Module,
+        loss_fn: Any,
+        structure: Any,
+        names: Sequence[str],
+        targets: int,
+        pieces: int,
+        gives: Gives = "step",
     ) -> None:
         """names: of the leaves."""
         super().__init__()
@@ -69,6 +76,7 @@ class _Step(nn.Module):
         self.names = [str(name) for name in names]
         self.targets = targets
         self.pieces = pieces
+        self.gives = gives
         self.seen = _Seen()
         self.decisions: Decisions | None = None
 
@@ -89,24 +97,43 @@ class _Step(nn.Module):
                 out = self.model(*args, **kwargs)
             loss = own_loss(out) if self.loss_fn is None else self.loss_fn(out, *targets)
         self.seen.changes = state.changes()
-        self.seen.training = self.loss_fn is not None or (loss is not None and loss.requires_grad)
+        has_loss = self.loss_fn is not None or (loss is not None and loss.requires_grad)
+        self.seen.training = has_loss and self.gives == "step"
         if not self.seen.training:
             if watch.in_inference:
                 raise watch.in_inference[0]
+            if self.gives != "step":
+                return self._evaluated(loss, out), watch.held
             tensors, _, structure = flatten(out)
             if not tensors:
                 raise InputError(f"the model returned no tensor ({_describe(out)}); pass a loss_fn or return tensors")
             self.seen.structure, self.seen.no_loss = structure, NoLoss.of(out)
             return tuple(tensors), watch.held
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise InputError(f"loss_fn must return a scalar tensor, it returned {_describe(loss)}")
-        if loss.is_complex():
-            raise InputError(f"the loss is complex ({loss.dtype}); take its real part or its magnitude")
+        loss = _scalar(loss)
         self.seen.reached = parameters_reached(loss, self)
         return (self._piece(loss),), watch.held
 
+    def _evaluated(self, loss: Any, out: Any) -> tuple[torch.Tensor, ...]:
+        """The tensors of the pair (loss or None, outputs or None)."""
+        if loss is None and self.gives == "loss":
+            raise InputError(f"the loss alone is asked for, and the model has none ({_describe(out)}); pass a loss_fn")
+        pair = None if loss is None else _scalar(loss).reshape(()), None if self.gives == "loss" else out
+        tensors, _, self.seen.structure = flatten(pair)
+        if not tensors:
+            raise InputError(f"the model returned no tensor ({_describe(out)}); pass a loss_fn or return tensors")
+        return tuple(tensors)
+
     def _piece(self, loss: torch.Tensor) -> torch.Tensor:
         return loss.reshape(()) / self.pieces if self.pieces > 1 else loss.reshape(())
+
+
+def _scalar(loss: Any) -> torch.Tensor:
+    """The loss. Raises InputError where it is no real number."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise InputError(f"loss_fn must return a scalar tensor, it returned {_describe(loss)}")
+    if loss.is_complex():
+        raise InputError(f"the loss is complex ({loss.dtype}); take its real part or its magnitude")
+    return loss
 
 
 def _run_example(step: nn.Module, leaves: Sequence[torch.Tensor], decisions: Decisions) -> None:
@@ -168,11 +195,12 @@ def export_step(
     pieces: int = 1,
     as_example: bool = False,
     guards: bool = True,
+    gives: Gives = "step",
 ) -> Exported:
     """Capture one step; the loss is divided by `pieces`. as_example: branches on data go the example's way. guards: see
     Options. Raises CaptureError, InputError."""
     check_outside()
-    export = functools.partial(_export_step, model, inputs, loss_fn, targets, mode, pieces, as_example, guards)
+    export = functools.partial(_export_step, model, inputs, loss_fn, targets, mode, pieces, as_example, guards, gives)
     with classes_named(model), known_forwards(model) as uses:
         first = not as_example  # what a compiled model leaves out would become guards there
         try:
@@ -196,12 +224,13 @@ def _export_step(
     pieces: int,
     as_example: bool,
     guards: bool,
+    gives: Gives,
 ) -> Exported:
     leaves, names, structure = flatten(inputs)
     check_inputs(leaves, names)
     check_model(model, loss_fn)
     fakes = [fake_like(t.detach(), mode) for t in leaves]
-    step = _Step(model, loss_fn, structure, names, targets, pieces)
+    step = _Step(model, loss_fn, structure, names, targets, pieces, gives)
     seen = step.seen
     step.training = model.training
     if as_example:

@@ -25,6 +25,7 @@ from ..errors import RuntimeProgramError
 from .layout import dtype_of
 
 SPARSE = kept(sparse=True)
+DATA = "--data"
 DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype))
 
 
@@ -95,9 +96,9 @@ def random_batches(inputs: Sequence[BatchInput], seed: int, first_step: int = 0)
         step += 1
 
 
-def check_source(source: str) -> None:
+def check_source(source: str, argument: str = DATA) -> None:
     """See, without running anything of it, that `MODULE_OR_FILE:FUNCTION` is there. Raises RuntimeProgramError."""
-    where, name = _parts(source)
+    where, name = _parts(source, argument)
     top, _, inner = where.partition(".")
     try:
         if where.endswith(".py"):
@@ -105,7 +106,9 @@ def check_source(source: str) -> None:
         else:
             spec = importlib.util.find_spec(top)
             if spec is None:
-                raise RuntimeProgramError(f"--data {source!r}: No module named {where!r}; is its folder on PYTHONPATH?")
+                raise RuntimeProgramError(
+                    f"{argument} {source!r}: No module named {where!r}; is its folder on PYTHONPATH?"
+                )
             file = None if inner else spec.origin
         if not file or not file.endswith(".py"):
             return
@@ -113,40 +116,31 @@ def check_source(source: str) -> None:
             text = stream.read()
         symbols = symtable.symtable(text, file, "exec").get_symbols()
     except OSError as error:
-        raise RuntimeProgramError(f"--data {source!r}: {where}: {error.strerror}") from error
+        raise RuntimeProgramError(f"{argument} {source!r}: {where}: {error.strerror}") from error
     except SyntaxError as error:
-        raise RuntimeProgramError(f"--data {source!r}: {error}") from error
+        raise RuntimeProgramError(f"{argument} {source!r}: {error}") from error
     except ValueError:  # a module that has no file
         return
     bound = [one.get_name() for one in symbols if one.is_assigned() or one.is_imported()]
     if name not in bound and not _BINDS_UNSEEN.search(text):
-        raise RuntimeProgramError(f"--data {source!r}: {where} has no function {name!r}{did_you_mean(name, bound)}")
+        raise RuntimeProgramError(f"{argument} {source!r}: {where} has no function {name!r}{did_you_mean(name, bound)}")
 
 
-def _parts(source: str) -> tuple[str, str]:
+def _parts(source: str, argument: str) -> tuple[str, str]:
     """Module or file, and function. Raises RuntimeProgramError."""
     where, separator, name = source.rpartition(":")
     if not separator:
-        raise RuntimeProgramError(f"--data {source!r}: write MODULE:FUNCTION or FILE.py:FUNCTION")
+        raise RuntimeProgramError(f"{argument} {source!r}: write MODULE:FUNCTION or FILE.py:FUNCTION")
     return where, name
 
 
 def user_batches(source: str, first_step: int = 0) -> Iterator[Any]:
     """Global batches of `MODULE_OR_FILE:FUNCTION`, called again when they run out; skips to first_step."""
-    where, name = _parts(source)
-    try:
-        file = where.endswith(".py")
-        module = module_of(Path(where), f"autopar_data_{Path(where).stem}") if file else importlib.import_module(where)
-    except ModuleNotFoundError as error:
-        raise RuntimeProgramError(f"--data {source!r}: {error}; is its folder on PYTHONPATH?") from error
-    function: Callable[[], Iterable[Any]] | None = getattr(module, name, None)
-    if function is None:
-        raise RuntimeProgramError(f"--data {source!r}: {where} has no function {name!r}")
-    _check_callable(source, function)
+    function = _function(source, DATA)
     step = 0
     while True:
         before = step
-        for batch in _started(source, function()):
+        for batch in _started(source, DATA, function()):
             if step >= first_step:
                 yield batch
             step += 1
@@ -158,25 +152,51 @@ def user_batches(source: str, first_step: int = 0) -> Iterator[Any]:
             )
 
 
-def _check_callable(source: str, function: Any) -> None:
+def batches_once(source: str, argument: str) -> Iterator[Any]:
+    """Global batches of `MODULE_OR_FILE:FUNCTION`, as it gives them when it is called once. argument: that names it."""
+    given = 0
+    for given, batch in enumerate(_started(source, argument, _function(source, argument)()), 1):  # noqa: B007
+        yield batch
+    if not given:
+        raise RuntimeProgramError(
+            f"{argument} {source!r} gave no batch: let it return a new list or generator each time"
+        )
+
+
+def _function(source: str, argument: str) -> Callable[[], Iterable[Any]]:
+    """The function that gives batches. Raises RuntimeProgramError where there is none."""
+    where, name = _parts(source, argument)
+    try:
+        file = where.endswith(".py")
+        module = module_of(Path(where), f"autopar_data_{Path(where).stem}") if file else importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        raise RuntimeProgramError(f"{argument} {source!r}: {error}; is its folder on PYTHONPATH?") from error
+    function: Callable[[], Iterable[Any]] | None = getattr(module, name, None)
+    if function is None:
+        raise RuntimeProgramError(f"{argument} {source!r}: {where} has no function {name!r}")
+    _check_callable(source, argument, function)
+    return function
+
+
+def _check_callable(source: str, argument: str, function: Any) -> None:
     """Raises RuntimeProgramError for what cannot be called without arguments."""
     if not callable(function):
         raise RuntimeProgramError(
-            f"--data {source!r} is {type(function).__name__}, no function; name one that returns batches"
+            f"{argument} {source!r} is {type(function).__name__}, no function; name one that returns batches"
         )
     try:
         inspect.signature(function).bind()
     except TypeError as error:
-        raise RuntimeProgramError(f"--data {source!r} is called without arguments: {error}") from error
+        raise RuntimeProgramError(f"{argument} {source!r} is called without arguments: {error}") from error
     except ValueError:
         return  # a function without a signature
 
 
-def _started(source: str, batches: Any) -> Iterator[Any]:
+def _started(source: str, argument: str, batches: Any) -> Iterator[Any]:
     """An iterator over what a data function returned. Raises RuntimeProgramError for what has none."""
     if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
         raise RuntimeProgramError(
-            f"--data {source!r} returned {type(batches).__name__}; return an iterable of global batches, such as a list of "
+            f"{argument} {source!r} returned {type(batches).__name__}; return an iterable of global batches, such as a list of "
             "tuples of tensors, or yield them"
         )
     return iter(batches)

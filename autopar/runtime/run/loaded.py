@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -24,11 +24,12 @@ from ..comm.process import TorchComm
 from ..compiled.inductor import keep_beside
 from ..data.state_names import of_model, of_program
 from ..memory.heap import keep_freed_memory
-from ..program.batches import leaves, module_of
+from ..program.batches import BatchInput, leaves, module_of
 from ..program.manifest import Manifest
 from ..program.tables import world_mesh
 from ..program.worlds import manifest_for, started_ranks
-from ..step.session import Session
+from ..step.session import FIRST, Session
+from ..step.shape_variants import EntryModules
 from .end_of_data import Leaving
 from .meeting import joined
 from .program_files import compare, hashes
@@ -37,32 +38,52 @@ _LOADED = itertools.count()
 """Programs that were loaded into a process group of the user's, which every rank does in the same order."""
 
 
-class LoadedProgram:
-    """An emitted program inside a torchrun process: call it with a global batch for one step."""
+class LoadedEntry:
+    """A step of a program that was loaded: call it with a global batch."""
 
-    def __init__(self, manifest: Manifest, session: Session, store: dist.Store | None = None) -> None:
-        """store: of this round's workers, where this program made the process group."""
-        self.manifest = manifest
+    def __init__(
+        self, session: Session, inputs: Sequence[BatchInput], name: str = FIRST, has_loss: bool = False
+    ) -> None:
+        """inputs: of a batch; name: of the entry; has_loss: its outputs begin with its loss."""
         self.session = session
-        self.store = store
+        self._inputs, self._name, self._has_loss = inputs, name, has_loss
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
-        """One step on a global batch: `program(x, y)`, `program((x, y))`, `program(input_ids=…)` or `program({…})`.
+        """One step on a global batch: `step(x, y)`, `step((x, y))`, `step(input_ids=…)` or `step({…})`.
 
-        Training: this step's loss. Inference: the output, or the tuple of outputs.
+        Training: this step's loss. Inference: the output, or the tuple of outputs. Another entry that does not train: the pair
+        of its loss and of these (None where there is none).
         """
         global_batch: Any = batch
         if named or (len(batch) == 1 and not isinstance(batch[0], torch.Tensor)):
             global_batch = named or batch[0]
-        tensors = self.leaves(global_batch)
-        if self.session.training:
-            return self.session.train_step(tensors)
-        outputs = self.session.forward(tensors)
-        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+        result = self.session.run_entry(self._name, self.leaves(global_batch))
+        if isinstance(result, torch.Tensor):
+            return result
+        loss = result.pop(0) if self._has_loss else None
+        outputs = (result[0] if len(result) == 1 else tuple(result)) if result else None
+        return outputs if self._name == FIRST else (loss, outputs)
 
     def leaves(self, batch: Any) -> list[torch.Tensor]:
-        """The tensors of a global batch, in the order of the program's inputs. Raises RuntimeProgramError."""
-        return leaves(batch, [str(i) if row.name is None else row.name for i, row in enumerate(self.manifest.inputs)])
+        """The tensors of a global batch, in the order of the step's inputs. Raises RuntimeProgramError."""
+        return leaves(batch, [str(i) if row.name is None else row.name for i, row in enumerate(self._inputs)])
+
+
+class LoadedProgram(LoadedEntry):
+    """An emitted program inside a torchrun process: call it with a global batch for one step."""
+
+    def __init__(self, manifest: Manifest, session: Session, store: dist.Store | None = None) -> None:
+        """store: of this round's workers, where this program made the process group."""
+        super().__init__(session, manifest.inputs)
+        self.manifest = manifest
+        self.store = store
+
+    def entry(self, name: str) -> LoadedEntry:
+        """Another step over the same parameters, to be called between the program's own. Raises RuntimeProgramError where there
+        is none so named."""
+        self.session.entry(name)
+        files = self.manifest.entries[name]
+        return LoadedEntry(self.session, files.inputs, name, files.has_loss)
 
     @property
     def step(self) -> int:
@@ -142,14 +163,18 @@ def load(
     if backend_of(comm.device).is_host:
         keep_freed_memory()
 
+    def of_entry(name: str) -> list[tuple[ModuleType, Callable[[int], ModuleType]]]:
+        return [with_stages(manifest.directory, folder, form) for folder, form in manifest.load_forms(name)]
+
     session = Session(
         *with_stages(manifest.directory, manifest.directory, pipeline),
         comm,
         rule,
         seed,
         tier_directory=tier_directory,
-        buckets=[with_stages(manifest.directory, folder, bucket) for folder, bucket in manifest.load_buckets()],
+        buckets=of_entry(FIRST),
         pad=manifest.pad_values,
+        entries={name: EntryModules(of_entry(name), files.pad_values) for name, files in manifest.entries.items()},
         options=options,
         compare=True,
     )

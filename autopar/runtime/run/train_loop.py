@@ -1,6 +1,7 @@
 """The training loop, one for runs with a directory and for those without.
 
     while step < last:  begin → a batch → before_step → the step → its loss is read → on_loss → save, where it is time to
+                        → after_step
 
 What a run does beside its steps is done by *listeners*, each with one concern (metrics, saving, stopping, …), which are called in
 the order in which the run lists them. What the device computed is read in one place, `LossReader`: where kernels queue behind the
@@ -90,6 +91,9 @@ class Listener:
 
     def before_step(self, loop: Loop, batch: Any) -> None:
         """The batch of step `loop.step + 1` was taken."""
+
+    def after_step(self, loop: Loop) -> None:
+        """Step `loop.step` is done, its parameters are updated, and nothing was taken back; its loss may not have been read."""
 
     def on_loss(self, loop: Loop, done: Done) -> bool:
         """The loss of a step was read. True: the step is none to report, and later listeners do not hear of it."""
@@ -181,6 +185,9 @@ class Loop:
             for one in listeners:
                 one.save(self)
             self.save_s += time.perf_counter() - began
+        if self.step == step:
+            for one in listeners:
+                one.after_step(self)
 
 
 def tell(comm: Comm, line: str, stream: TextIO | None = None) -> None:

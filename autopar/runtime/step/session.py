@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from ..guards import Guards
 from ..memory.tiers import Tiers
 from ..program.layout import TensorInfo, gather_full, local_shape
 from ..program.run_options import DEFAULTS, RunOptions
-from ..program.shapes import PadValues, Shapes
+from ..program.shapes import PadValues
 from ..program.tables import Modules, Pipeline
 from ..rank import Rank
 from ..update.clipping import counts
@@ -43,9 +44,12 @@ from .pipeline import Executor, join_microbatches, joined_shape
 from .ready import NextInputs
 from .rebalance import rebalancer
 from .same_data import SameData
-from .shape_variants import Form
+from .shape_variants import EntryForms, EntryModules, Form
 from .stage import Inputs, SliceReader
 from .state import State
+
+FIRST = ""
+"""The name of the program's own step among its entries."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ class Session(State):
         tier_directory: str | os.PathLike[str] | None = None,
         buckets: Sequence[tuple[Any, Modules]] = (),
         pad: PadValues | None = None,
+        entries: Mapping[str, EntryModules] = MappingProxyType({}),
         options: RunOptions = DEFAULTS,
         compare: bool = False,
     ) -> None:
@@ -82,7 +87,8 @@ class Session(State):
         one); comm: of all ranks; update: how parameters follow from gradients, or an optimizer factory alone; dtype: hold
         every floating tensor in it instead of the tables'; tier_directory: for the files of what rests in "nvme"; buckets:
         pipeline and stages for batches of other shapes; pad: what inputs are padded with up to the next of these, by name;
-        options: those that the program was compiled with; compare: see that all ranks are given the same batches."""
+        entries: other steps over the same parameters; options: those that the program was compiled with; compare: see that all
+        ranks are given the same batches."""
         rule, self.options = as_rule(update), options
         options.set_in_torch()
         compiler = compiler_on(comm.device, options.compiler, options.cuda_graphs or options.rebalance)
@@ -101,12 +107,18 @@ class Session(State):
         tiers = Tiers(comm.device, tier_directory)
         self.guards = Guards()
         forms: list[Form] = []
-        for own in (self.pipeline, *(Pipeline(*bucket, dtype, compiler) for bucket in buckets)):
-            forms.append(Form(own, comm, seed, bucket_bytes, rule.compensated, tiers, self.guards, forms))
+        self.entries: dict[str, EntryForms] = {}
+        for name, modules in {FIRST: EntryModules(((pipeline, stages), *buckets), pad or {}), **entries}.items():
+            begun = len(forms)
+            for of_shape in modules.forms:
+                own = Pipeline(*of_shape, dtype, compiler) if forms else self.pipeline
+                forms.append(Form(own, comm, seed, bucket_bytes, rule.compensated, tiers, self.guards, forms))
+            self.entries[name] = EntryForms(forms[begun:], modules.pad)
         self.forms, self._last = tuple(forms), forms[0]
-        self.shapes = Shapes([form.pipeline.inputs for form in forms], pad)
+        self.shapes = self.entries[FIRST].shapes
         self.stages, self.shared = forms[0].stages, forms[0].shared
-        self.same_data = SameData(comm, every=len(forms) > 1) if compare and comm.world_size > 1 else None
+        several = any(len(entry.forms) > 1 for entry in self.entries.values())
+        self.same_data = SameData(comm, every=several) if compare and comm.world_size > 1 else None
         if comm.in_order:
             comm.barrier(site="start")  # NCCL makes its communicator when all ranks come together
         self.grads: dict[str, Tensor] = {}
@@ -205,10 +217,6 @@ class Session(State):
         """
         if not self.training:
             raise RuntimeProgramError("this program was compiled for inference; use forward()")
-        self.grads = {}
-        self.updater.forget_gradients()
-        for stage in self._last.stages.values():
-            stage.rt.grads.forget()
         if self.buffer_copies is not None:
             self.buffer_copies.take()
         form, inputs = self._begin(batch)
@@ -237,12 +245,25 @@ class Session(State):
             print(said, file=sys.stderr, flush=True)
         return loss.wait() if self.step_graph is None else loss.wait().clone()
 
+    def run_entry(self, name: str, batch: Sequence[Tensor]) -> Tensor | list[Tensor | None]:
+        """A step of an entry on a global batch, "" being the program's own: the loss of one that trains, else the outputs, full
+        on every rank."""
+        return self.train_step(batch) if self.entry(name).training else self.forward(batch, entry=name)
+
+    def entry(self, name: str) -> EntryForms:
+        """The forms of an entry. Raises RuntimeProgramError where there is none of that name."""
+        if name not in self.entries:
+            known = ", ".join(one for one in self.entries if one) or "none"
+            raise RuntimeProgramError(f"this program has no entry {name!r}; it has {known}")
+        return self.entries[name]
+
     @recorded
-    def forward(self, batch: Sequence[Tensor], *, local: bool = False) -> list[Tensor | None]:
-        """The outputs for a global batch: full tensors on every rank, or this rank's shards (None elsewhere)."""
-        if self.training:
+    def forward(self, batch: Sequence[Tensor], *, local: bool = False, entry: str = FIRST) -> list[Tensor | None]:
+        """The outputs for a global batch: full tensors on every rank, or this rank's shards (None elsewhere). entry: the step,
+        one without gradients."""
+        if self.entry(entry).training:
             raise RuntimeProgramError("this program was compiled for training; use train_step()")
-        form, inputs = self._begin(batch)
+        form, inputs = self._begin(batch, entry)
         runs = form.executor.run(inputs)
         results: list[Tensor | None] = []
         for index, info in form.pipeline.outputs():
@@ -261,14 +282,18 @@ class Session(State):
         self._end_step(advance=False)
         return results
 
-    def _begin(self, batch: Sequence[Tensor]) -> tuple[Form, Inputs]:
-        """The form that is for a batch, and the inputs that it takes, before the actions of a step."""
-        if self.rebalancer is not None:
+    def _begin(self, batch: Sequence[Tensor], entry: str = FIRST) -> tuple[Form, Inputs]:
+        """The form that is for a batch of an entry, and the inputs that it takes, before the actions of a step. Gradients of the
+        last step go, as this one needs their room."""
+        self.grads = {}
+        self.updater.forget_gradients()
+        for stage in self._last.stages.values():
+            stage.rt.grads.forget()
+        if self.rebalancer is not None and entry == FIRST:
             self.rebalancer.begin_step()
         if self.same_data is not None:
-            self.same_data.take(batch, self.rt.step + 1)
-        place, shaped = self.shapes.of(batch)
-        form = self.forms[place]
+            self.same_data.take(batch, self.rt.step + 1, entry)
+        form, shaped = self.entries[entry].of(batch)
         checked = self.guards.check_batch(shaped, form.pipeline.inputs, form.pipeline.ranges)
         inputs = self.next_inputs.of(batch, shaped, checked)
         for stage in form.stages.values():
@@ -298,7 +323,13 @@ class Session(State):
             compile_met(met)
         for rt in self.rts:
             rt.step += advance
-        if self.rebalancer is not None and (said := self.rebalancer.end_step(self.rt.step)) and self.comm.rank == 0:
+        own = self._last in self.entries[FIRST].forms
+        if (
+            own
+            and self.rebalancer is not None
+            and (said := self.rebalancer.end_step(self.rt.step))
+            and self.comm.rank == 0
+        ):
             print(said, file=sys.stderr, flush=True)
 
     def _start_loss(self, form: Form, outputs: dict[int, list[list[Any]]]) -> Handle[Tensor]:
@@ -328,6 +359,8 @@ class Session(State):
 
     def full_grads(self) -> dict[str, Tensor]:
         """The gradients of the last train_step, full, on every rank; nothing of parameters that have none."""
+        if not self._last.pipeline.training:
+            raise RuntimeProgramError("there are no gradients: the last step was one without")
         self.settle_tiers()
         gradients, absent = {}, self._last.absent.everywhere(self.absent & self.opt_params.keys())
         for stage in self.pipeline.stages:

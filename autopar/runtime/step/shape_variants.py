@@ -1,13 +1,15 @@
-"""Forms: what a session runs, one for every bucket of shapes that the program was compiled for (shapes.py).
+"""Forms: what a session runs, looked up by entry, a step that the program was compiled for, and then by the shapes of a batch.
 
 A form is a pipeline with this rank's stages of it. All forms of a session store the same parameters on the same ranks in the
 same way: the first one owns these tensors, their optimizer's shards and the communicators, and the others compute with
-them. So a batch of another bucket costs no more than to look up its form.
+them. So a batch of another bucket (shapes.py), or of another entry, costs no more than to look up its form.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -17,11 +19,20 @@ from ..errors import RuntimeProgramError
 from ..guards import Guards
 from ..memory.tiers import Tiers
 from ..program.layout import local_slices
-from ..program.tables import Pipeline, StageTables
+from ..program.shapes import PadValues, Shapes
+from ..program.tables import Modules, Pipeline, StageTables
 from .absent_gradients import Absent
 from .pipeline import Executor
 from .shared import Shared, held_alike
 from .stage import Stage
+
+
+@dataclass(frozen=True)
+class EntryModules:
+    """The modules of an entry: pipeline.py and stages of every shape of its batches, and what inputs are padded with."""
+
+    forms: Sequence[tuple[Any, Modules]]
+    pad: PadValues = field(default_factory=dict)
 
 
 class Form:
@@ -55,7 +66,7 @@ class Form:
             assert own is not None
             owner = first.stages[index] if first is not None else None
             if owner is not None:
-                _check_stored_alike(tables, owner.tables, own, owner.comm)
+                _check_stored_alike(tables, owner.tables, own, owner.comm, pipeline.training)
             held = {info.name: value for form in earlier for info, value in form.stages[index].stored()}
             held = held if earlier else self._held(index)
             self.stages[index] = Stage(
@@ -76,13 +87,27 @@ class Form:
         }
 
 
+class EntryForms:
+    """The forms of an entry. Raises RuntimeProgramError where some train and some do not."""
+
+    def __init__(self, forms: Sequence[Form], pad: PadValues) -> None:
+        self.forms = tuple(forms)
+        self.shapes = Shapes([form.pipeline.inputs for form in forms], pad)
+        self.training = forms[0].pipeline.training
+        if any(form.pipeline.training != self.training for form in forms):
+            raise RuntimeProgramError(
+                "some shapes of a step train, and some do not; were its files mixed? Emit it again"
+            )
+
+    def of(self, batch: Sequence[Tensor]) -> tuple[Form, Sequence[Tensor]]:
+        """The form of a batch, and the batch padded as that takes it. Raises GuardError."""
+        place, shaped = self.shapes.of(batch)
+        return self.forms[place], shaped
+
+
 def _check_alike(pipeline: Pipeline, first: Pipeline) -> None:
     """Raises RuntimeProgramError where a form has other stages on other ranks than the first one; their shares may differ."""
-    for what, own, other in (
-        ("meshes", _sizes(pipeline), _sizes(first)),
-        ("groups", pipeline.groups, first.groups),
-        ("training", pipeline.training, first.training),
-    ):
+    for what, own, other in (("meshes", _sizes(pipeline), _sizes(first)), ("groups", pipeline.groups, first.groups)):
         if own != other:
             raise RuntimeProgramError(
                 f"the forms of this program differ in their {what}: {own}, and {other} in the first; were its files mixed? Emit "
@@ -95,8 +120,8 @@ def _sizes(pipeline: Pipeline) -> list[tuple[dict[str, int], int]]:
     return [({axis: int(size) for axis, size in mesh.items()}, first) for mesh, first in pipeline.meshes]
 
 
-def _check_stored_alike(tables: StageTables, first: StageTables, comm: Comm, first_comm: Comm) -> None:
-    """Raises RuntimeProgramError where a form stores a parameter otherwise than the first one."""
+def _check_stored_alike(tables: StageTables, first: StageTables, comm: Comm, first_comm: Comm, training: bool) -> None:
+    """Raises RuntimeProgramError where a form stores a parameter otherwise than the first one, or trains others."""
     for name, info in tables.parameters.items():
         known = first.parameters.get(name)
         specs = () if known is None else (info.spec, info.opt_spec)
@@ -106,6 +131,6 @@ def _check_stored_alike(tables: StageTables, first: StageTables, comm: Comm, fir
                 f"stage {tables.index}: a form stores {name} as {info.stored_as}, the first one as "
                 f"{known and known.stored_as}; were its files mixed? Emit it again"
             )
-    if tables.gradients.keys() != first.gradients.keys():
+    if training and tables.gradients.keys() != first.gradients.keys():
         other = ", ".join(sorted(tables.gradients.keys() ^ first.gradients.keys()))
         raise RuntimeProgramError(f"stage {tables.index}: not every form makes a gradient of {other}; emit it again")
