@@ -80,6 +80,22 @@ class Account:
         return group_peaks(self.graph, self.table, [s.memory for s in self.stages])
 
     @cached_property
+    def peaks_on_kinds(self) -> tuple[dict[int, float], ...]:
+        """Bytes of a rank of every kind of device and size of blocks of every group, by rank; none where kinds or sizes are
+        alike, or the stages of the group cut different blocks."""
+        on_kinds = [dict(s.counted_on_kinds()) for s in self.stages]
+        longest = [s.memory for s in self.stages]
+        peaks: list[dict[int, float]] = []
+        for g, group in enumerate(self.graph.groups):
+            ranks = on_kinds[group[0]].keys()
+            alike = all(on_kinds[s].keys() == ranks for s in group)
+            peaks.append({})
+            for rank in ranks if alike else ():
+                stages = [on_kinds[s][rank] if s in group else memory for s, memory in enumerate(longest)]
+                peaks[g][rank] = group_peaks(self.graph, self.table, stages)[g]
+        return tuple(peaks)
+
+    @cached_property
     def tier_peaks(self) -> tuple[dict[str, float], ...]:
         """Bytes in memory tiers of a rank of every group, by tier."""
         return tier_peaks(self.graph, self.table, [s.memory for s in self.stages])
@@ -162,7 +178,9 @@ def as_lowered(costs: Account, lowered: LoweredProgram, pricers: Pricers) -> Acc
         for counted, stage in zip(costs.stages, lowered.stages, strict=True)
     )
     account = replace(costs, stages=stages)
-    vars(account).update(step=costs.step, peaks=costs.peaks)  # whatever the names are
+    vars(account).update(
+        step=costs.step, peaks=costs.peaks, peaks_on_kinds=costs.peaks_on_kinds
+    )  # whatever the names are
     return account
 
 
