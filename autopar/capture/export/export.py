@@ -34,7 +34,7 @@ from autopar.capture.while_traced.classes_without_module import classes_named
 from autopar.capture.while_traced.clocks import noted_clocks, same_graph
 from autopar.capture.while_traced.compiling import noted_questions
 from autopar.capture.while_traced.decisions import Condition, Decisions, decisions_of
-from autopar.capture.while_traced.scalar_outputs import NoLoss, own_loss
+from autopar.capture.while_traced.scalar_outputs import NoLoss, loss_and_extras
 from autopar.capture.while_traced.watch import memory_of, watched
 from autopar.errors import AutoparError, CaptureError, InputError
 from autopar.ops.integers import expect
@@ -121,15 +121,6 @@ class _Step(nn.Module):
 
     def _piece(self, loss: torch.Tensor) -> torch.Tensor:
         return loss.reshape(()) / self.pieces if self.pieces > 1 else loss.reshape(())
-
-
-def loss_and_extras(out: Any, loss_fn: Any, targets: Sequence[Any], to_train: bool) -> tuple[Any, Any]:
-    """The loss of what a model returned, if there is one, and what loss_fn gave beside it. to_train: see `capture_program`."""
-    if loss_fn is None:
-        return own_loss(out, to_train), None
-    given = loss_fn(out, *targets)
-    is_pair = isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], torch.Tensor)
-    return given if is_pair and given[0].numel() == 1 else (given, None)
 
 
 def _run_example(step: nn.Module, leaves: Sequence[torch.Tensor], decisions: Decisions) -> None:

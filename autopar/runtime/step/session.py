@@ -40,7 +40,8 @@ from ..update.update import Updater
 from ..update.update_rule import OptimizerFactory, UpdateRule, as_rule, check_sharded
 from .buffer_copies import BufferCopies
 from .cuda_graphs import Capture, CudaCapture, StepGraph, say_why, why_not
-from .pipeline import Executor, join_microbatches, joined_shape
+from .outputs import full_outputs, joined, start_tell
+from .pipeline import Executor
 from .ready import NextInputs
 from .rebalance import rebalancer
 from .same_data import SameData
@@ -238,7 +239,7 @@ class Session(State):
             if self.buffer_copies is not None:
                 self.buffer_copies.put_back()
         if (extras := form.pipeline.extras) is not None:
-            given = self._full_outputs(form, outputs, numbers_of(extras))
+            given = full_outputs(form, self.comm, outputs, numbers_of(extras))
             self.extras = filled(
                 extras, {n: one if self.step_graph is None else one.clone() for n, one in given.items()}
             )
@@ -256,37 +257,11 @@ class Session(State):
         runs = form.executor.run(inputs)
         results: list[Tensor | None]
         if local:
-            results = [self._joined(form, runs, index, info, local) for index, info in form.pipeline.outputs()]
+            results = [joined(form, runs, index, info, local=True) for index, info in form.pipeline.outputs()]
         else:
-            results = list(self._full_outputs(form, runs).values())
+            results = list(full_outputs(form, self.comm, runs).values())
         self._end_step(advance=False)
         return results
-
-    def _full_outputs(
-        self, form: Form, runs: Mapping[int, list[list[Any]]], numbers: Sequence[int] | None = None
-    ) -> dict[int, Tensor]:
-        """Outputs of the whole batch by number (all of them by default), on every rank. runs: the microbatches' of this rank's
-        stages."""
-        full: dict[int, Tensor] = {}
-        for index, info in form.pipeline.outputs():
-            if numbers is None or info.index in numbers:
-                joined = joined_shape(info, form.pipeline.microbatches)
-                full[info.index] = self._tell(index, self._joined(form, runs, index, info), joined, info)
-        return full
-
-    def _joined(
-        self, form: Form, runs: Mapping[int, list[list[Any]]], index: int, info: TensorInfo, local: bool = False
-    ) -> Tensor | None:
-        """An output of the whole batch from the stage that makes it; local: this rank's shards. None on other ranks."""
-        if index not in form.stages:
-            return None
-        place = form.pipeline.tables(index).outputs.index(info)
-        values = [outputs[place] for outputs in runs[index]]
-        values = [value.wait() if isinstance(value, Handle) else value for value in values]
-        if not local:
-            comm = form.stages[index].comm
-            values = [gather_full(v, info.spec, comm, f"output {info.name}", info.shape) for v in values]
-        return values[0] if len(values) == 1 else join_microbatches(values, *info.join)
 
     def _begin(self, batch: Sequence[Tensor]) -> tuple[Form, Inputs]:
         """The form that is for a batch, and the inputs that it takes, before the actions of a step."""
@@ -379,13 +354,7 @@ class Session(State):
         return self._start_tell(stage, value, shape, info).wait()
 
     def _start_tell(self, stage: int, value: Tensor | None, shape: tuple[int, ...], info: TensorInfo) -> Handle[Tensor]:
-        """A full tensor that the ranks of one stage have, on every rank."""
-        if self.pipeline.covers(stage):
-            return Handle(None, value)
-        if value is None:
-            value = torch.empty(shape, dtype=info.dtype, device=self.comm.device)
-        first = self.pipeline.meshes[stage][1]
-        return self.comm.start_broadcast(value, tuple(self.comm.mesh), first, site=f"{info.name} of stage {stage}")
+        return start_tell(self.pipeline, self.comm, stage, value, shape, info)
 
     def _updater(self, rule: UpdateRule) -> Updater:
         """The updater of this rank's parameters; one of no parameters where the program is for inference."""
