@@ -50,6 +50,7 @@ class Loss(nn.Module):
             "logits": logits,
             "hidden": [hidden, right],
             "accuracy": right.float().mean(),
+            "fraction": right.sum() / y.numel(),
             "counts": (right.sum(), F.one_hot(y, 12).sum(0)),
             "largest": logits.amax(),
             "by class": logits.exp().sum(0),
@@ -80,7 +81,17 @@ def check_equal(one: autopar.ParallelProgram, steps: int = 2) -> None:
     assert found.ok, found.errors
     assert {name for name in found.errors if name.startswith(f"output/{steps - 1}/")} == {
         f"output/{steps - 1}/{name}"
-        for name in ("logits", "hidden.0", "hidden.1", "accuracy", "counts.0", "counts.1", "largest", "by class")
+        for name in (
+            "logits",
+            "hidden.0",
+            "hidden.1",
+            "accuracy",
+            "fraction",
+            "counts.0",
+            "counts.1",
+            "largest",
+            "by class",
+        )
     }
 
 
@@ -219,9 +230,9 @@ def test_saved_programs_give_and_report_them_on_every_rank(tmp_path: Path) -> No
     done = torchrun(2, out / "run.py", "--steps", 1, "--data", f"{tmp_path / 'data.py'}:batches", "--metrics", told)
     assert done.returncode == 0, done.stderr
     accuracy, right = (result.outputs[0][name] for name in ("accuracy", "counts"))
-    assert f"accuracy {accuracy:.6g}  counts.0 {right[0]}" in done.stdout
+    assert f"accuracy {accuracy:.6g}  fraction {accuracy:.6g}  counts.0 {right[0]}" in done.stdout
     extras = json.loads(told.read_text())["extras"]
-    assert list(extras) == ["accuracy", "counts.0", "largest"]
+    assert list(extras) == ["accuracy", "fraction", "counts.0", "largest"]
     assert extras["counts.0"] == right[0]
 
 
