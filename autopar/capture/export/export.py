@@ -34,7 +34,7 @@ from autopar.capture.while_traced.classes_without_module import classes_named
 from autopar.capture.while_traced.clocks import noted_clocks, same_graph
 from autopar.capture.while_traced.compiling import noted_questions
 from autopar.capture.while_traced.decisions import Condition, Decisions, decisions_of
-from autopar.capture.while_traced.scalar_outputs import NoLoss, loss_and_extras
+from autopar.capture.while_traced.scalar_outputs import NoLoss, loss_and_extras, path_among_others
 from autopar.capture.while_traced.watch import memory_of, watched
 from autopar.errors import AutoparError, CaptureError, InputError
 from autopar.ops.integers import expect
@@ -50,6 +50,7 @@ class _Seen:
     training: bool = False
     structure: Any = None
     extras: int = 0
+    loss_path: str = ""
     no_loss: NoLoss | None = None
     reached: frozenset[str] = frozenset()
     conditions: list[tuple[bool, str]] = field(default_factory=list)
@@ -115,6 +116,7 @@ class _Step(nn.Module):
         if loss.is_complex():
             raise InputError(f"the loss is complex ({loss.dtype}); take its real part or its magnitude")
         self.seen.reached = parameters_reached(loss, self)
+        self.seen.loss_path = path_among_others(out, loss) if self.loss_fn is None else ""
         beside, self.seen.structure = tensors_of_extras(extras)
         self.seen.extras = len(beside)
         return (self._piece(loss), *(tensor.detach() for tensor in beside)), watch.held
@@ -286,6 +288,7 @@ def _export_step(
         tuple(n.name for n in outputs if guards or n.name not in conditions),
         no_loss=seen.no_loss,
         extras=seen.extras,
+        loss_path=seen.loss_path,
     )
 
 

@@ -49,6 +49,13 @@ def own_loss(out: Any, among_others: bool) -> torch.Tensor | None:
     return scalars[0] if len(scalars) == 1 else None
 
 
+def path_among_others(out: Any, loss: torch.Tensor) -> str:
+    """The place of a loss that `own_loss` takes only among others, as one writes it; "" where that is plain."""
+    if own_loss(out, among_others=False) is not None:
+        return ""
+    return next((path for path, tensor in _scalars(out, "out") if tensor is loss), "")
+
+
 def _calls_something_a_loss(out: Any) -> bool:
     return hasattr(out, "loss") or (isinstance(out, dict) and "loss" in out)
 
