@@ -15,28 +15,36 @@ from ..program.tables import Pipeline
 from .pipeline import join_microbatches, joined_shape
 from .shape_variants import Form
 
-Runs = Mapping[int, Sequence[Sequence[Any]]]
-"""By stage of this rank and microbatch the outputs that an executor gave (in training maybe Handles)."""
+Outputs = Mapping[int, Sequence[Sequence[Tensor]]]
+"""By stage of this rank and microbatch the outputs that its forward gave."""
 
 
-def full_outputs(form: Form, comm: Comm, runs: Runs, numbers: Sequence[int] | None = None) -> dict[int, Tensor]:
+def arrived(outputs: Mapping[int, Sequence[Sequence[Any]]]) -> Outputs:
+    """Outputs of an executor, of which sums may be Handles, once these are there."""
+    return {
+        stage: [[one.wait() if isinstance(one, Handle) else one for one in row] for row in rows]
+        for stage, rows in outputs.items()
+    }
+
+
+def full_outputs(form: Form, comm: Comm, outputs: Outputs, numbers: Sequence[int] | None = None) -> dict[int, Tensor]:
     """Outputs of the whole batch by number, on every rank. numbers: these alone."""
     full: dict[int, Tensor] = {}
     for stage, info in form.pipeline.outputs():
         if numbers is None or info.index in numbers:
             shape = joined_shape(info, form.pipeline.microbatches)
             full[info.index] = start_tell(
-                form.pipeline, comm, stage, joined(form, runs, stage, info), shape, info
+                form.pipeline, comm, stage, joined(form, outputs, stage, info), shape, info
             ).wait()
     return full
 
 
-def joined(form: Form, runs: Runs, stage: int, info: TensorInfo, *, local: bool = False) -> Tensor | None:
+def joined(form: Form, outputs: Outputs, stage: int, info: TensorInfo, *, local: bool = False) -> Tensor | None:
     """An output of the whole batch on the ranks of the stage that makes it, None on others; local: this rank's shards."""
     if stage not in form.stages:
         return None
     place, comm = form.pipeline.tables(stage).outputs.index(info), form.stages[stage].comm
-    values = [value.wait() if isinstance(value, Handle) else value for value in (row[place] for row in runs[stage])]
+    values = [row[place] for row in outputs[stage]]
     if not local:
         values = [gather_full(v, info.spec, comm, f"output {info.name}", info.shape) for v in values]
     return values[0] if len(values) == 1 else join_microbatches(values, *info.join)

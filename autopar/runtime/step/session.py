@@ -40,7 +40,7 @@ from ..update.update import Updater
 from ..update.update_rule import OptimizerFactory, UpdateRule, as_rule, check_sharded
 from .buffer_copies import BufferCopies
 from .cuda_graphs import Capture, CudaCapture, StepGraph, say_why, why_not
-from .outputs import full_outputs, joined, start_tell
+from .outputs import Outputs, arrived, full_outputs, joined, start_tell
 from .pipeline import Executor
 from .ready import NextInputs
 from .rebalance import rebalancer
@@ -60,7 +60,7 @@ class _Computed:
     loss: Handle[Tensor]
     borrowed: frozenset[str]
     counts: Tensor | None
-    outputs: Mapping[int, list[list[Any]]]
+    outputs: Outputs
 
 
 class Session(State):
@@ -288,7 +288,7 @@ class Session(State):
             form.shared.earn(gradients)
         grads = {name: grad for reduced in gradients.values() for name, grad in reduced.items()}
         borrowed = frozenset(name for stage in form.stages.values() for name in stage.rt.grads.borrowed)
-        given = {} if form.pipeline.extras is None else outputs
+        given = {} if form.pipeline.extras is None else arrived(outputs)
         return _Computed(grads, self._start_loss(form, outputs), borrowed, form.absent.counts(outputs), given)
 
     def _end_step(self, advance: bool = True) -> None:
