@@ -141,11 +141,15 @@ def test_a_run_gives_losses_and_extras_nested_as_they_were_returned() -> None:
 
 
 class WithItsWeight(Net):
-    """A model that returns a parameter and a buffer beside its logits."""
+    """A model that returns a part of a parameter and a buffer beside its logits, of so many blocks that no call is cut in two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(8))
 
     def forward(self, x: Tensor) -> Any:
         _, logits = super().forward(x)
-        return logits, self.last.bias, self.steps
+        return logits, self.last.bias[2:], self.steps
 
 
 def test_parameters_and_buffers_are_given_as_the_step_began_with_them_and_left_them() -> None:
@@ -158,7 +162,7 @@ def test_parameters_and_buffers_are_given_as_the_step_began_with_them_and_left_t
         loss_fn=lambda out, y: (F.cross_entropy(out[0], y), out[1:]),
         optimizer=ADAM,
     )
-    bias = model.last.bias.detach().clone()
+    bias = model.last.bias[2:].detach().clone()
     result = one.run([BATCH], steps=2)
     torch.testing.assert_close(result.outputs[0], (bias, torch.tensor(1.0)))
     torch.testing.assert_close(result.outputs[1][1], torch.tensor(2.0))
