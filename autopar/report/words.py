@@ -106,6 +106,8 @@ def report(program: Compiled) -> str:
         lines.append(f"the search was ended before it had looked at all {', '.join(solver.left_out)}")
     if solver.unknown_ops:
         lines.append(f"ops without a rule, run whole on every rank: {', '.join(solver.unknown_ops)}")
+    if path := program.captured.exported.loss_path:
+        lines.append(f"trained on {path}, the only scalar with a gradient that the model returns")
     for known in program.captured.exported.known_blocks:
         lines.append(f"{known}: traced by a forward that was proven to give its values and gradients in float64")
     for op, rule in solver.discovered_rules.items():

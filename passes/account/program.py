@@ -155,7 +155,8 @@ def stage_costs(
         if id(stage.forward) not in by_function:
             priced = account_stage(stage, plan, templates, pricers[stage.mesh], setting, rules)
             by_function[id(stage.forward)] = priced
-    stages = tuple(by_function[id(stage.forward)] for stage in lowered.stages)
+    told_s = told_seconds(lowered, pricers)
+    stages = tuple(by_function[id(stage.forward)].with_rest(told_s) for stage in lowered.stages)
     return Account(
         stages,
         (),
@@ -187,6 +188,19 @@ def as_lowered(costs: Account, lowered: LoweredProgram, pricers: Pricers) -> Acc
 def under(costs: Account, table: Table) -> Account:
     """The account of stages that cost so much under a table of actions."""
     return replace(costs, table=table)
+
+
+def told_seconds(lowered: LoweredProgram, pricers: Pricers) -> float:
+    """Seconds in which what the step gives beside its loss goes from the stages that make it to all ranks, once it is over."""
+    seconds = 0.0
+    for stage in lowered.stages:
+        group = lowered.graph.group_of[stage.index]
+        others = [one.mesh for one in lowered.stages if lowered.graph.group_of[one.index] != group]
+        for row in stage.outputs if others else ():
+            if row.extra:
+                nbytes = float(row.type.nbytes * (stage.microbatches if row.join.how == "cat" else 1))
+                seconds += max(pricers.hand_over_s(nbytes, stage.mesh, mesh) for mesh in others)
+    return seconds
 
 
 def hand_over(lowered: LoweredProgram, pricers: Pricers) -> dict[tuple[int, int], float]:

@@ -65,6 +65,12 @@ class StageAccount:
     moves: tuple[TierMove, ...] = ()
     counted_on_kinds: Later[tuple[tuple[int, StageMemory], ...]] = field(default_factory=lambda: Later(tuple))
 
+    def with_rest(self, seconds: float) -> StageAccount:
+        """The same with so many more seconds once a step."""
+        if not seconds:
+            return self
+        return replace(self, bill=replace(self.bill, rest_s=self.bill.rest_s + seconds), step_s=self.step_s + seconds)
+
     @property
     def memory(self) -> StageMemory:
         return self.counted()
