@@ -202,7 +202,7 @@ def test_ranks_that_are_given_rows_and_ranks_that_are_given_all_are_told_apart()
         leaves = [batch["ids"], batch["labels"]] if rank == 2 else own(program, rank, batch)
         session.train_step(leaves, own_rows=rank != 2)
 
-    with pytest.raises(RankError, match="rank 2 .*is taking batch 1.*others are taking its rows of batch 1"):
+    with pytest.raises(RankError, match=r"rank 2 .*is taking batch 1.*others are taking its rows of batch 1"):
         on_ranks("dp", body)
 
 
@@ -277,7 +277,7 @@ def test_samples_that_fill_no_batch_are_said():
 
 
 def test_parts_that_are_not_equal_have_no_index():
-    with pytest.raises(RuntimeProgramError, match="no equal parts by rank .*shard.sampler"):
+    with pytest.raises(RuntimeProgramError, match=r"no equal parts by rank .*shard.sampler"):
         _ = program_of("unequal shares").local_rows(0).replicas
     with pytest.raises(RuntimeProgramError, match="takes no rows of the batch"):
         _ = program_of("three stages").local_rows(1).index
