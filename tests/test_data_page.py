@@ -80,6 +80,7 @@ def order_of(block: str) -> list[int]:
     return [i for k in range(4) for part in parts for i in part[6 * k : 6 * k + 6]]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("block", BLOCKS, ids=["sampler", "torch", "datasets"])
 def test_every_data_function_of_the_page_trains_as_one_device_does(block, project, tmp_path):
     (tmp_path / "my_data.py").write_text(block.replace(", num_workers=2", ""))

@@ -8,11 +8,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 import autopar
 from autopar.runtime.run.loaded import local_rows
 from tests.test_other_ranks import NOTED, command, compiled, environment, told
-from tests.warm import python
+from tests.warm import python, torchrun
 
 SAMPLES = 45
 """Five global batches of 8, and 5 samples that fill none."""
@@ -74,7 +75,7 @@ def test_every_sample_is_read_once_an_epoch_whatever_happens_on_the_way(tmp_path
 
 
 def check_reads(out: Path, losses: Path, wanted: list[list[int]]) -> None:
-    """Of every batch each rank read, however often, the rows that it takes."""
+    """Each rank read the rows that it takes of every batch, however often."""
     seen = set()
     for ranks in (4, 3, 2):
         for shard in local_rows(out, ranks):
@@ -85,3 +86,36 @@ def check_reads(out: Path, losses: Path, wanted: list[list[int]]) -> None:
                     seen.add((int(k), shard.rank if shard.rows else -1))
                     assert [*map(int, rows.split(","))] == [wanted[int(k)][row] for row in shard.indices]
     assert {k for k, _ in seen} == set(range(17))
+
+
+OWN_LOOP = """import os, sys, torch
+sys.path.insert(0, sys.argv[1])
+from autopar_runtime.run.launch import load
+program, how = load(sys.argv[1], timeout_s=60.0, rows="local"), sys.argv[2]
+draw = torch.Generator().manual_seed(0)
+data = [tuple(torch.randn(8, 24, generator=draw, dtype=torch.float64) for _ in range(2)) for _ in range(5)]
+for step, batch in enumerate(data):
+    own = [leaf[program.shard.indices] for leaf in batch]
+    if how == "other" and program.shard.rank == 3 and step == 4:
+        own[0] += 1
+    loss = program(*own).item()
+    if program.shard.rank == 0:
+        sys.stdout.write(f"loss {loss!r}\\n")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_loop_of_ones_own_is_given_rows_and_what_nobody_compared_is_compared_at_its_end(tmp_path: Path):
+    program = compiled(dropout=0.0, mesh={"dp": 2, "tp": 2})
+    out = program.save(tmp_path / "out")
+    (tmp_path / "own_loop.py").write_text(OWN_LOOP)
+    well = torchrun(4, tmp_path / "own_loop.py", out, "alike")
+    assert well.returncode == 0, well.stderr
+    draw = torch.Generator().manual_seed(0)
+    data = [tuple(torch.randn(8, 24, generator=draw, dtype=torch.float64) for _ in range(2)) for _ in range(5)]
+    losses = [float(line.split()[1]) for line in well.stdout.splitlines() if line.startswith("loss ")]
+    assert losses == pytest.approx([loss.item() for loss in program.run(data).losses], rel=1e-9)
+    ill = torchrun(4, tmp_path / "own_loop.py", out, "other")
+    assert ill.returncode == 1
+    assert "got other rows than the ranks that take the same ones" in ill.stderr

@@ -24,8 +24,7 @@ from ..comm.calls import Handle
 from ..comm.comm import Comm
 from ..comm.recorder import Recorder, recorded, spanned
 from ..compiled.inductor import compile_met, compiler_on
-from ..data.schema import integer
-from ..errors import RankError, RuntimeProgramError
+from ..errors import RuntimeProgramError
 from ..gradients.buckets import MIB
 from ..guards import Guards, InputLike
 from ..memory.tiers import Tiers
@@ -40,11 +39,11 @@ from ..update.update import Updater
 from ..update.update_rule import OptimizerFactory, UpdateRule, as_rule, check_sharded
 from .buffer_copies import BufferCopies
 from .cuda_graphs import Capture, CudaCapture, StepGraph, say_why, why_not
-from .own_rows import Taking
+from .own_rows import Taking, agree_on_form
 from .pipeline import Executor, join_microbatches, joined_shape
 from .ready import NextInputs
 from .rebalance import rebalancer
-from .same_data import SameData, odd_ranks
+from .same_data import SameData
 from .shape_variants import Form
 from .stage import Inputs, SliceReader
 from .state import State
@@ -290,7 +289,7 @@ class Session(State):
             self.same_data.take(batch, self.rt.step + 1, taking.readers)
         place, shaped = taking.of(batch)
         if own_rows and len(self.forms) > 1:
-            self._agree_on_form(place)
+            agree_on_form(self.comm, place, self.rt.step + 1)
         form, rows = self.forms[place], taking.rows[place]
         checked = self.guards.check_batch(shaped, taking.inputs[place], form.pipeline.ranges, form.pipeline.inputs)
         inputs = self.next_inputs.of(batch, shaped, checked, rows)
@@ -299,16 +298,6 @@ class Session(State):
         self._last = form
         form.shared.before_step()
         return form, inputs
-
-    def _agree_on_form(self, place: int) -> None:
-        """See that ranks that were given their own rows run the same form. Raises RankError."""
-        places = self.comm.share(place, integer(0, len(self.forms)))
-        if odd := odd_ranks(places):
-            raise RankError(
-                f"step {self.rt.step + 1}: ranks {', '.join(map(str, odd[:8]))} were given rows of the shapes of another bucket "
-                "than the others; pad the rows of a global batch alike on all ranks, or give every rank global batches",
-                odd,
-            )
 
     def _compute(self, form: Form, inputs: Inputs) -> _Computed:
         """Forward and backward of a step, up to reduced gradients and the loss of the whole batch."""
