@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ..comm.environment import machine_name
 from ..comm.process import TorchComm
 from ..health.flight import end_process
-from ..step.same_data import WHY_DATA, SameData, odd_ranks
+from ..step.same_data import WHY_DATA, WHY_ROWS, SameData, odd_ranks, odd_readers
 
 LOOK_S = 1.0
 PATIENCE = 2
@@ -106,6 +106,10 @@ class Leaving:
             everyone = [json.loads(text) for text in self._store.multi_get(keys)]
         except RuntimeError:  # who holds the store has seen what all others wrote, and ended
             return ""
-        odd = odd_ranks([(batches, of_all) for batches, of_all, _ in everyone])
+        readers = self._same_data.readers
+        odd = odd_ranks([batches for batches, *_ in everyone]) or odd_readers(
+            [of_all for _, of_all, _ in everyone], readers
+        )
+        why = WHY_DATA if readers is None else WHY_ROWS
         who = ", ".join(f"{rank} ({everyone[rank][2]}, {everyone[rank][0]} batches)" for rank in odd[:8])
-        return f"at the end, after {taken} batches: rank{'s' if len(odd) > 1 else ''} {who} {WHY_DATA}" if odd else ""
+        return f"at the end, after {taken} batches: rank{'s' if len(odd) > 1 else ''} {who} {why}" if odd else ""
