@@ -37,7 +37,7 @@ from autopar.ir.schedules import SCHEDULES
 from autopar.ops.custom import USER_FUNCTIONS
 from autopar.ops.registry import OPS
 from autopar.request import Request
-from autopar.runtime.data.origin import module_of, name_of, package_of
+from autopar.runtime.data.origin import codes_of, module_of, name_of, package_of
 
 OWN = "autopar"
 _UNSEEN = ("_abc_impl",)
@@ -286,7 +286,7 @@ class _Reader:
         if known is not None:
             closed = [self._of(cell.cell_contents, path) for cell in function.__closure__ or () if _filled(cell)]
             return _hash("function", name_of(function), known, *closed)
-        names = {name for code in _codes(function.__code__) for name in code.co_names}
+        names = {name for code in codes_of(function.__code__) for name in code.co_names}
         said = ["function", self._code(function.__code__, path)]
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         said += [self._of(cell.cell_contents, f"{path}.{name}") for name, cell in cells if _filled(cell)]
@@ -359,18 +359,10 @@ def _text(path: Path) -> str:
         return "unknown"
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Code and all that is inside it."""
-    yield code
-    for one in code.co_consts:
-        if isinstance(one, types.CodeType):
-            yield from _codes(one)
-
-
 def _imports(function: types.FunctionType) -> list[types.ModuleType]:
     """The modules that a function's code imports when it runs, as far as they can be imported."""
     package, found = function.__globals__.get("__package__") or "", []
-    for code in _codes(function.__code__):
+    for code in codes_of(function.__code__):
         before: list[Any] = [None, None]
         for step in dis.get_instructions(code):
             if step.opname == "IMPORT_NAME":

@@ -114,7 +114,7 @@ def said(call: Any) -> str:
 
 
 def misuse() -> Any:
-    """What ranks are told that do not do the same, or ask for what cannot be."""
+    """Messages to ranks that do not do the same, or ask for what cannot be."""
     global SMOOTHING
     told = {"cluster": said(lambda: autopar.parallelize(model(), autopar.ClusterSpec.local(3), batch(), loss_fn=loss))}
     told["graph"] = said(lambda: autopar.parallelize(Branching(), "here", (torch.ones(4, 4),)))

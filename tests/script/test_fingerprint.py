@@ -1,4 +1,4 @@
-"""What a kept program depends on, and what it does not."""
+"""A kept program depends on all that it follows from, and on nothing else."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def run(ranks: int, what: str, folder: Path, status: int = 0) -> list[Any]:
-    """What every rank of a launch returned."""
+    """The results of every rank of a launch."""
     done = torchrun(ranks, Path(loop_worker.__file__), what, folder, timeout=300)
     assert done.returncode == status, done.stderr[-4000:]
     return [torch.load(folder / f"{what}.{rank}.pt", weights_only=False) for rank in range(ranks)]
