@@ -36,6 +36,7 @@ from autopar.proof.check import Check, check
 from autopar.proof.random_plans import random_plan
 from autopar.proof.verify import Verification, verify
 from autopar.runtime.errors import ExpertOverflow, GuardError
+from autopar.runtime.program.rows import DataShard
 from autopar.runtime.run.loaded import load
 from autopar.runtime.update.update_rule import ClipNorm, LossScaling, UpdateRule
 from autopar.script.parallelize import parallelize
@@ -52,6 +53,7 @@ __all__ = [
     "ClusterSpec",
     "ConstraintError",
     "CoupledError",
+    "DataShard",
     "EmitError",
     "ExpertOverflow",
     "GuardError",

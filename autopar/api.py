@@ -65,11 +65,14 @@ def compile(
 ) -> ParallelProgram:
     """Compile a single-device model into one program per rank.
 
-    model: nn.Module, real or on the meta device. cluster: a ClusterSpec, a preset's name, a file, or "here":
-    the ranks that torchrun started, or this machine. example_inputs:
-    tuple of args or dict of kwargs for the global batch (the loss's targets last). loss_fn(output, *targets): optional;
-    without it a model that returns a scalar, or an object with `.loss`, is trained on that, any other is compiled for
-    inference. plan: replay this plan.
+    model: nn.Module, real or on the meta device. cluster: a ClusterSpec, a preset's name, a file, or "here": the ranks that
+    torchrun started, or this machine. example_inputs: tuple of args or dict of kwargs for the global batch (the loss's targets
+    last). loss_fn(output, *targets): optional.
+    It returns the loss, a scalar, or (loss, extras): tensors, in tuples, lists and dicts, that a step gives beside the loss, of
+    the whole batch and without a gradient, such as `(out[1], {"logits": out[0]})` or an accuracy. Without it a model that returns
+    a scalar, or an object with `.loss`, is trained on that, and, where there is an optimizer or something else of training, one
+    whose tuple, list or dict has a single scalar with a gradient on that; any other is compiled for inference. plan: replay
+    this plan.
 
     optimizer: factory such as `functools.partial(torch.optim.AdamW, lr=1e-3)`, called with the list of parameters, or, if
     its parameter is called `named_parameters`, with (name, parameter) pairs to make parameter groups of; it may return

@@ -21,7 +21,7 @@ from autopar.cluster import ClusterSpec, resized
 from autopar.cluster.arrangement import arranged
 from autopar.codegen.directory import BucketContents, Contents, write_directory
 from autopar.codegen.in_process import InProcess, load, train
-from autopar.codegen.pipeline import batch_shapes, pipeline_source
+from autopar.codegen.pipeline import MovingRows, batch_shapes, pipeline_source
 from autopar.codegen.stage import stage_sources
 from autopar.compiled import Alternative, Compiled, Decision, Emitted, Prediction, SolverFacts
 from autopar.errors import AutoparError, EmitError, InputError
@@ -47,6 +47,7 @@ from autopar.runtime.data.fields import to_data
 from autopar.runtime.data.schema import is_integer, shown
 from autopar.runtime.errors import GuardError
 from autopar.runtime.guards import InputLike
+from autopar.runtime.program.rows import DataShard
 from autopar.runtime.program.shapes import Shapes
 from autopar.runtime.step.session import Session
 
@@ -57,8 +58,9 @@ MOST_CANDIDATES = 16
 
 @dataclass(frozen=True)
 class RunResult:
-    """Losses per step (training) or outputs per batch (inference), the final full state by the program's names, and what was
-    recorded, if that was asked for. saved: the state as the model's own state dict has it."""
+    """Losses per step (training, with what loss_fn gave beside them as outputs) or outputs per batch (inference), the final full
+    state by the program's names, and what was recorded, if that was asked for. saved: the state as the model's own state dict
+    has it."""
 
     losses: tuple[torch.Tensor, ...]
     outputs: tuple[Any, ...]
@@ -252,6 +254,14 @@ class ParallelProgram(Compiled):
             options=self.options.at_run_time(),
         )
 
+    def local_rows(self, rank: int) -> DataShard:
+        """The rows of every global batch that a rank computes with, which are all that it need be given (`load(…,
+        rows="local")`). Raises RuntimeProgramError where no input has rows, InputError for a rank that there is not."""
+        shards = self.in_process.data_shards
+        if not is_integer(rank, 0, len(shards) - 1):
+            raise InputError(f"local_rows: the program has ranks 0 to {len(shards) - 1}, not {shown(rank)}")
+        return shards[rank]
+
     @with_cpu_as_default
     def run(self, batches: Any, steps: int | None = None, *, profile: bool = False) -> RunResult:
         """Run every rank in this process from the model's weights.
@@ -269,18 +279,20 @@ class ParallelProgram(Compiled):
 
         def body(session: Session) -> tuple[list[torch.Tensor], list[Any], dict[str, torch.Tensor], Steps]:
             session.recorder = Recorder(session.comm.device) if profile else None
-            losses = train(session, prepared, count) if self.training else []
-            outputs = [] if self.training else [session.forward(list(b)) for b in prepared]
+            if self.training:
+                losses, outputs = train(session, prepared, count)
+            else:
+                structure = self.captured.exported.output_structure
+                losses, outputs = [], [rebuild(structure, session.forward(list(b))) for b in prepared]
             done = tuple(session.recorder.steps) if session.recorder else ()
             names = (*self.ir.parameters, *self.ir.buffers) if self.training else ()
             return losses, outputs, {n: session.gather_full(n) for n in names}, done
 
         ranks = self.on_ranks(body)
         losses, outputs, state, _ = ranks[0]
-        structure = self.captured.exported.output_structure
         return RunResult(
             tuple(losses),
-            tuple(rebuild(structure, o) for o in outputs),
+            tuple(outputs),
             state,
             Profile(tuple(done for *_, done in ranks)) if profile else None,
             saved_state(self.model, state) if self.training else {},
@@ -364,18 +376,18 @@ def emit(
     checked = time.perf_counter()
     decision = _decision(task, best, candidates[1:])
     way = by_node(lowered, request.cluster, best.plan.placement)
-    most_units = task.most_units(best.plan, decision.account)
-    emitted = _printed(lowered, captured.program, type(request.model).__name__, way, most_units)
+    moving = MovingRows(task.most_units(best.plan, decision.account), decision.account.busy_s)
+    emitted = _printed(lowered, captured.program, type(request.model).__name__, way, moving)
     timings = {**seconds, "lower_s": seconds["lower_s"] + checked - started, "emit_s": time.perf_counter() - checked}
     return ParallelProgram(request, captured, decision, emitted, timings, compile_again)
 
 
-def _printed(lowered: LoweredProgram, program: Program, name: str, way: ByNode, most_units: int) -> Emitted:
-    """The lines as text. name: of the model; way: that collectives go; most_units: of `Task`."""
+def _printed(lowered: LoweredProgram, program: Program, name: str, way: ByNode, moving: MovingRows) -> Emitted:
+    """The lines as text. name: of the model; way: that collectives go."""
     sources = stage_sources(lowered.stages, lambda stage: f"Stage {stage.index} of {name} on {stage.mesh}.")
     ranks = sum(lowered.stages[group[0]].mesh.size for group in lowered.graph.groups)
     title = f"The pipeline of {name} on {ranks} ranks."
-    return Emitted(lowered, sources, pipeline_source(lowered, program, title, by_node=way, most_units=most_units), way)
+    return Emitted(lowered, sources, pipeline_source(lowered, program, title, by_node=way, moving=moving), way)
 
 
 def _decision(task: Task, best: PricedPlan, others: Sequence[PricedPlan]) -> Decision:

@@ -91,6 +91,7 @@ class Request:
             options.guards,
             options.branches == "as-example",
             {"expert_imbalance": options.expert_imbalance, "on_overflow": options.on_overflow},
+            bool(self.asked_of_training),
         )
         no_loss = captured.exported.no_loss
         if no_loss is not None and (asked := self.asked_of_training):
@@ -157,7 +158,9 @@ def make_request(
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be a torch.nn.Module, not {type(model).__name__}; wrap a function in a Module")
     if loss_fn is not None and not callable(loss_fn):
-        raise InputError(f"loss_fn must be callable (output, *targets) -> scalar, not {type(loss_fn).__name__}")
+        raise InputError(
+            f"loss_fn must be callable (output, *targets) -> scalar or (scalar, extras), not {type(loss_fn).__name__}"
+        )
     inputs, targets = split_example(model, example_inputs, loss_fn)
     inputs, *others = [inputs] if buckets is None else bucket_examples(inputs, buckets)
     pad = checked_pad_values(pad_values, inputs)

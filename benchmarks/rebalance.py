@@ -109,11 +109,12 @@ def measure(directory: Path, how: str, share: float, steps: int) -> dict[str, An
     session, comm = program.session, program.session.comm
     own = session.rebalancer
     assert own is not None
+    (moving,) = own.rows
     core, rows = Core(how), ROWS[how]
     compute = Session._compute
 
     def slowed(form: Any, inputs: Any) -> Any:
-        time.sleep(core.row_s * comm.block_size(rows, own.axis))
+        time.sleep(core.row_s * comm.block_size(rows, moving.axis))
         return compute(session, form, inputs)
 
     session._compute = slowed  # type: ignore[method-assign]
@@ -145,7 +146,7 @@ def measure(directory: Path, how: str, share: float, steps: int) -> dict[str, An
         session.rebalancer = own
         first = steps_to_move(50)
         rows_s(SETTLE)
-        moved, units = rows_s(steps), own.units
+        moved, units = rows_s(steps), moving.units
         core.set(share if rank == 0 else share / 3)
         noticed = steps_to_move(50)
         rows_s(SETTLE)
@@ -161,7 +162,7 @@ def measure(directory: Path, how: str, share: float, steps: int) -> dict[str, An
         "moved": round(moved / together, 3),
         "units": units,
         "steps_to_first_move": first,
-        "slowed": {"steps_to_move": noticed, "reached": round(again / later, 3), "units": own.units},
+        "slowed": {"steps_to_move": noticed, "reached": round(again / later, 3), "units": moving.units},
         "moves": [str(move) for move in own.moves],
     }
 

@@ -6,7 +6,8 @@ import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,8 +18,9 @@ from autopar.ir.lowered import LoweredProgram
 from autopar.ops.runtime_modules import RUNTIME_MODULES, home_packages
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.threads import run_threads
+from autopar.runtime.program.rows import DataShard, data_shards
 from autopar.runtime.program.run_options import DEFAULTS, RunOptions
-from autopar.runtime.program.tables import world_mesh
+from autopar.runtime.program.tables import Pipeline, world_mesh
 from autopar.runtime.step.session import Session
 from autopar.runtime.update.update_rule import UpdateRule
 
@@ -35,6 +37,12 @@ class InProcess:
     buckets: tuple[InProcess, ...] = ()
     pad_values: Mapping[str, float] = field(default_factory=dict)
     options: RunOptions = DEFAULTS
+
+    @cached_property
+    def data_shards(self) -> tuple[DataShard, ...]:
+        """The rows of the batch that every rank takes. Raises RuntimeProgramError where no input has rows."""
+        buckets = [Pipeline(bucket.pipeline, bucket.stages) for bucket in self.buckets]
+        return data_shards(Pipeline(self.pipeline, self.stages), buckets)
 
     def run(
         self,
@@ -96,6 +104,13 @@ def stage_module(source: str, name: str, importable: Mapping[str, types.ModuleTy
     return module
 
 
-def train(session: Session, batches: Sequence[Sequence[torch.Tensor]], steps: int) -> list[torch.Tensor]:
-    """Losses of `steps` optimizer steps over the batches, again from the first when they run out."""
-    return [session.train_step(list(batches[i % len(batches)])).clone() for i in range(steps)]
+def train(
+    session: Session, batches: Sequence[Sequence[torch.Tensor]], steps: int
+) -> tuple[list[torch.Tensor], list[Any]]:
+    """Losses of `steps` optimizer steps over the batches, again from the first when they run out, and what they give beside
+    these, if they do."""
+    losses, extras = [], []
+    for i in range(steps):
+        losses.append(session.train_step(list(batches[i % len(batches)])).clone())
+        extras += [] if session.extras is None else [session.extras]
+    return losses, extras

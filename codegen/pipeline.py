@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import textwrap
 import types
+from dataclasses import dataclass
 from typing import Any
 
+from autopar.capture.examples.trees import Leaf
 from autopar.codegen.computed_alike import computed_alike
 from autopar.codegen.marks import number, quoted
 from autopar.codegen.printer import Dtypes, Printer, home_of
@@ -19,15 +21,24 @@ from autopar.ir.program import Conditions, Program
 from autopar.runtime.comm.mesh import told_sizes
 
 
+@dataclass(frozen=True)
+class MovingRows:
+    """What a program knows of rows that move between ranks, by group of ranks. most_units: units that a rank has room for, none
+    where rows do not move; busy_s: predicted seconds of a step for which the rank with the most units computes."""
+
+    most_units: tuple[int, ...] = ()
+    busy_s: tuple[float, ...] = ()
+
+
 def pipeline_source(
     lowered: LoweredProgram,
     program: Program,
     title: str,
     dtypes: Dtypes | None = None,
     by_node: ByNode = ALL_FLAT,
-    most_units: int = 0,
+    moving: MovingRows = MovingRows(),
 ) -> str:
-    """The file. by_node: the collectives that go by node; most_units: of rows that a rank has room for (0: rows do not move)."""
+    """The file. by_node: the collectives that go by node; moving: what is known of rows that move."""
     printer = Printer(dtypes)
     microbatches = lowered.stages[0].microbatches
     transfers = [
@@ -41,7 +52,7 @@ def pipeline_source(
         title=title,
         world=sum(lowered.stages[g[0]].mesh.size for g in lowered.graph.groups),
         microbatches=microbatches,
-        most_units=most_units,
+        moving=moving,
         training=program.training,
         transfers=table_lines(transfers),
         inputs=[
@@ -66,6 +77,7 @@ def pipeline_source(
         nodes=table_lines([_ranks(ranks) for ranks in by_node.nodes]),
         by_node=[f"dict(stage={one.stage}, axis={one.axis!r}, least={dict(one.least)!r})" for one in by_node.axes],
         conditions=table_lines([f"{quoted(n)}: {_ways(ways)}" for n, ways in program.conditions.items()], named=True),
+        extras=_nested(program.structure) if program.extras else "",
         has_room=has_room(lowered),
         shared={name: list(held) for name, held in lowered.shared.items()},
         groups=[list(g) for g in lowered.graph.groups],
@@ -100,6 +112,16 @@ def _ranks(ranks: tuple[int, ...]) -> str:
     if ranks == tuple(range(first, after)) and len(ranks) > 2:
         return f"range({number(first)}, {number(after)})"
     return f"[{', '.join(map(number, ranks))}]"
+
+
+def _nested(structure: Any) -> str:
+    """The extras as loss_fn nested them, with the numbers of outputs in the place of tensors."""
+    if isinstance(structure, Leaf):
+        return str(1 + structure.index)
+    if isinstance(structure, dict):
+        return f"{{{', '.join(f'{key!r}: {_nested(item)}' for key, item in structure.items())}}}"
+    items = [_nested(item) for item in structure]
+    return f"[{', '.join(items)}]" if isinstance(structure, list) else f"({''.join(f'{item}, ' for item in items)})"
 
 
 def _ways(ways: Conditions) -> str:

@@ -63,7 +63,7 @@ def _source(
             ],
             named=True,
         ),
-        inputs=[_row(row, printer, f"batch_dim={row.batch_dim!r}") for row in stage.inputs],
+        inputs=[_row(row, printer, _rows_of(row)) for row in stage.inputs],
         outputs=[_row(row, printer, f"join={(row.join.how, row.join.dim, row.join.outer)!r}") for row in stage.outputs],
         gradients=table_lines([_gradient(p) for p in stage.parameters.values() if p.contributions], named=True),
         ends={
@@ -97,6 +97,11 @@ def _row(row: Row, printer: Printer, extra: str) -> str:
         f"dict(index={row.index}, name={row.name!r}, shape={row.type.shape!r}, dtype={printer.dtype(row.type.dtype)!r}, "
         f"spec={row.spec.dims!r}, {extra})"
     )
+
+
+def _rows_of(row: Row) -> str:
+    shared = f", row_axes={row.row_axes!r}" if row.row_axes else ""
+    return f"batch_dim={row.batch_dim!r}{shared}"
 
 
 def _parameter(p: StoredParameter, printer: Printer) -> str:

@@ -49,17 +49,19 @@ def capture_program(
     guards: bool = True,
     as_example: bool = False,
     told: Mapping[str, Any] = MappingProxyType({}),
+    to_train: bool = False,
 ) -> Captured:
     """Capture, fold and differentiate. starts: modules at which a call must start. precision, guards: see Options. pieces:
     what the loss is divided by. as_example: branches on data go the example's way. told: Options by name, for ops that have
-    them as arguments.
+    them as arguments. to_train: something is asked for that means nothing in inference, so that a scalar among other outputs may
+    be the loss.
 
     Raises CaptureError, InputError.
     """
     mode = fake_mode()
     with lean():
         whole, conditions = with_conditions(
-            export_step(model, inputs, loss_fn, targets, mode, pieces, as_example, guards)
+            export_step(model, inputs, loss_fn, targets, mode, pieces, as_example, guards, to_train)
         )
         keep_channels_last(whole, model)
         exported = tidied(whole)
@@ -144,6 +146,7 @@ class _Builder:
         graph = self.exported.graph
         output = graph.output_node()
         _give_placeholders_a_node(graph, output)
+        _put_beside_their_source(output, self.exported)
         results = {n for n in output.args[0] if isinstance(n, fx.Node)}  # type: ignore[union-attr]
         self.reach = _reach_loss(output, self.exported)
         parameters = {n for n in graph.nodes if self._is_param(n)}
@@ -217,6 +220,7 @@ class _Builder:
             exported.training,
             tuple(_batch_dims(self.inputs, batch_dims)),
             structure=exported.output_structure,
+            extras=exported.extras,
             conditions=conditions,
         )
         self._check_gradients(program)
@@ -265,6 +269,17 @@ def _give_placeholders_a_node(graph: fx.Graph, output: fx.Node) -> None:
     output.args = (tuple(results),)
 
 
+def _put_beside_their_source(output: fx.Node, exported: Exported) -> None:
+    """The extras of a training step leave the calls that make what they show, and not a call of their own that copies it."""
+    names = dict(zip(exported.output_names, output.args[0], strict=True))  # type: ignore[arg-type]
+    for name in exported.outputs[1 : 1 + exported.extras]:
+        extra = names[name]
+        source = extra.args[0] if extra.target is torch.ops.aten.detach.default else None
+        if isinstance(source, fx.Node) and source.op == "call_function":
+            source.append(extra)
+            extra.meta = {**source.meta, "val": extra.meta["val"]}
+
+
 def _reach_loss(output: fx.Node, exported: Exported) -> set[fx.Node]:
     """Nodes from which a gradient may flow: the loss reads them, and not behind a detach. Empty in inference."""
     if not exported.training:
@@ -305,4 +320,5 @@ def fingerprint(program: Program) -> str:
     text += [f"{p.name} {p.type} {p.trainable}" for p in program.parameters.values()]
     text += [f"{name} {type_}" for name, type_ in program.inputs]
     text += [f"{name} {ways}" for name, ways in program.conditions.items()]
+    text += [f"beside the loss {ref}" for ref in program.outputs[1 : 1 + program.extras]]
     return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]

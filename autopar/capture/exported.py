@@ -18,7 +18,8 @@ from autopar.ir.program import Program
 class Exported:
     """`kinds[placeholder]` = ("param" | "buffer" | "constant" | "input", name or index). known_blocks: modules that were
     traced by another forward than their own, in words; sometimes: which of their tensors have a gradient in some steps only, by
-    the modules' numbers. no_loss: what the model returned, where it is for inference."""
+    the modules' numbers. no_loss: what the model returned, where it is for inference. extras: of outputs after the loss, which
+    loss_fn gave beside it; output_structure is then theirs."""
 
     graph: fx.Graph
     kinds: dict[str, tuple[str, Any]]
@@ -35,6 +36,7 @@ class Exported:
     known_blocks: tuple[str, ...] = ()
     sometimes: Mapping[int, Sometimes] = field(default_factory=dict)
     no_loss: NoLoss | None = None
+    extras: int = 0
 
 
 class Captured(NamedTuple):

@@ -101,7 +101,7 @@ class StoredParameter:
 @dataclass(frozen=True)
 class Row:
     """An input or output of a stage: index among the program's, type of one microbatch; of an input the batch dim (None: it
-    has none), of an output what becomes of its microbatches' values."""
+    has none) and the axes over whose ranks its rows are shared, of an output what becomes of its microbatches' values."""
 
     index: int
     name: str
@@ -109,6 +109,7 @@ class Row:
     spec: Spec
     batch_dim: int | None = None
     join: Join = field(default_factory=lambda: Join("same"))
+    row_axes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ tangents (gradients of its outputs); every node carries `meta["type"]` (TensorTy
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -181,8 +181,10 @@ class Microbatched:
 @dataclass(frozen=True, eq=False)
 class Program:
     """A whole step, one microbatch of it (then `microbatched` says how), or a stage of either. Of a whole one outputs[0] is
-    the loss when `training`, further ones are counts of what rows chose. guards: what the batch inputs of a whole one must
-    hold. conditions: of parameters that have a gradient only in steps in which rows chose what they belong to (experts)."""
+    the loss when `training`; so many `extras` after it are what the step gives beside it, which have no gradient, and further
+    ones are counts of what rows chose. structure: how outputs are nested, when `training` the extras. guards: what the batch
+    inputs of a whole one must hold. conditions: of parameters that have a gradient only in steps in which rows chose what they
+    belong to (experts)."""
 
     templates: dict[str, Template]
     calls: tuple[Call, ...]
@@ -197,6 +199,7 @@ class Program:
     guards: tuple[InputRange, ...] = ()
     conditions: Mapping[str, Conditions] = field(default_factory=dict)
     structure: Any = field(default=None, repr=False)
+    extras: int = 0
     microbatched: Microbatched | None = None
     boundary: Boundary | None = None
 
@@ -211,6 +214,15 @@ class Program:
         if not self.training or (self.boundary is not None and 0 not in self.boundary.outputs):
             return None
         return self.outputs[0]
+
+    @property
+    def output_numbers(self) -> Sequence[int]:
+        """The number of each output in the whole program."""
+        return self.boundary.outputs if self.boundary is not None else range(len(self.outputs))
+
+    def gives(self, number: int) -> bool:
+        """Whether output number `number` of the whole program goes to the user as it is: in training no loss and no count."""
+        return not self.training or 0 < number <= self.extras
 
     def boundary_tensor(self, ref: ValueRef) -> BoundaryTensor | None:
         """The stage-boundary tensor that an input is, if another stage sends it."""

@@ -47,13 +47,14 @@ class Carried:
     """A choice that comes with messages inside the op: one mesh axis shards these factors together.
 
     Of a strategy at most so many `axes` take it, messages going along one after the other, and no other axis shards any of the
-    factors but the first. owed: results that leave as partial sums over these axes. uneven: blocks may be of unequal size.
+    factors but the first. owed: results that leave as partial sums over these axes. uneven: where no more axes than so many take
+    it, blocks may be of unequal size.
     """
 
     factors: tuple[str, ...]
     owed: tuple[int, ...] = ()
     axes: int = 1
-    uneven: bool = False
+    uneven: int = 0
 
     @property
     def choice(self) -> str:
@@ -159,7 +160,7 @@ class Rule:
         """Whether axes cut every factor, and every dim that contains it, in the same shares. Most choices with messages, and
         single indices, take equal blocks."""
         taken = self.taken(strategy, mesh)
-        equal = (c for c in strategy if c.startswith("+") and not self.carries[c].uneven)
+        equal = (c for c in strategy if c.startswith("+") and strategy.count(c) > self.carries[c].uneven)
         carried = {f for choice in equal for f in factors_of(choice)}
         blocks = {f: mesh.blocks(self.factors[f].size, axes) for f, axes in taken.items()}
         if any(one is None or (isinstance(one, tuple) and f in carried) for f, one in blocks.items()):
@@ -229,9 +230,10 @@ class Rule:
         return parts
 
     def work_parts(self, strategy: Strategy, mesh: Mesh) -> Any:
-        """Over how many ranks the op's work is divided; where not equally, over as many as the one with the most would be."""
+        """Over how many ranks the op's work is divided; where not equally, over as many as the one with the most would be. Of a
+        choice with messages the last factor decides."""
         if mesh.uneven:
-            taken = self.taken(tuple(_first(choice) for choice in strategy), mesh)
+            taken = self.taken(tuple(_last(choice) for choice in strategy), mesh)
             return math.prod((mesh.parts(self.factors[f].size, axes) for f, axes in taken.items()), start=1)
         return mesh.product(a for a, c in zip(mesh.names, strategy, strict=True) if factors_of(c))
 
@@ -267,9 +269,9 @@ def _times(blocks: tuple[int, ...] | int | None, inner: int) -> tuple[int, ...] 
     return tuple(n * inner for n in blocks) if isinstance(blocks, tuple) else blocks and blocks * inner
 
 
-def _first(choice: str) -> str:
-    """A choice without the factors beside its first."""
-    return next(iter(factors_of(choice)), "")
+def _last(choice: str) -> str:
+    """A choice without the factors beside its last."""
+    return next(iter(factors_of(choice)[-1:]), "")
 
 
 _TOKEN = re.compile(r"\(|\)|\.|[A-Za-z_]\w*!?(?:<\w+)?")

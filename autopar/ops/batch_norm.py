@@ -51,7 +51,7 @@ def _rule(call: OpCall, *results: str) -> Rule:
     operands: list[Labels | None] = [
         labels["x" if name in ("x", "g") else "c"] for name, a in call.arguments.items() if isinstance(a, Operand)
     ]
-    carried = [Carried((name,), axes=_AXES, uneven=True) for name in names if name in make.factors] if training else []
+    carried = [Carried((name,), axes=_AXES, uneven=_AXES) for name in names if name in make.factors] if training else []
     return make.rule(operands, [labels[name] for name in results], carried=carried)
 
 

@@ -30,6 +30,7 @@ from autopar.ops.dialect import differentiable, empty_like, given, graph_op
 from autopar.ops.labels import Maker
 from autopar.ops.registry import Block, Gemm, Grouped, Sending
 from autopar.runtime.comm.devices import CPU
+from autopar.runtime.comm.mesh import Shares
 from autopar.runtime.kernels.experts import experts as local
 from autopar.runtime.kernels.experts.dispatch import Promise
 from autopar.runtime.kernels.gates import ACTIVATIONS
@@ -55,14 +56,14 @@ def _labels(call: OpCall) -> tuple[Maker, dict[str, Labels], list[Labels | None]
 
 
 def _carried(call: OpCall) -> list[Carried]:
-    return [Carried((f"t{i}", "e"), axes=2) for i in range(len(call.operand("chosen").shape) - 1)]
+    return [Carried((f"t{i}", "e"), axes=2, uneven=1) for i in range(len(call.operand("chosen").shape) - 1)]
 
 
 def _pairs(call: OpCall) -> int:
     return math.prod(call.operand("chosen").shape)
 
 
-def _padding(call: OpCall, pairs: float, ranks: int, of: float = 1.0) -> float:
+def _padding(call: OpCall, pairs: float, ranks: float, of: float = 1.0) -> float:
     """Rows of padded messages over those that a rank sends, of so many pairs to so many ranks. of: share that one may get."""
     promise = Promise(call["expert_imbalance"], call["on_overflow"])
     if promise.on_overflow == "chunk" or ranks == 1:
@@ -110,12 +111,28 @@ def _grouped(call: OpCall, parts: Mapping[str, int], share: int) -> Grouped:
 
 
 def _block(block: Block) -> dict[str, Any]:
-    told: dict[str, Any] = block.told()
+    told: dict[str, Any] = block.told() | _unequal(block)
     parts = block.mesh.parts(block.call.operand("w_in").shape[0], block.axes_of("e"))
     if not told and parts > 1:
         told = {"first": block.offset("e"), "parts": parts if isinstance(parts, int) else float(parts)}
     if block.offset("f") != 0 and isinstance(block.call.get("b_out"), Operand):
         told["inner"] = block.offset("f")
+    return told
+
+
+def _unequal(block: Block) -> dict[str, int]:
+    """All experts, and the tokens of the rank with the most, where ranks along an axis that carries hold unequally many."""
+    mesh, told = block.mesh, dict[str, int]()
+    if not any(isinstance(mesh.sizes[axis], Shares) for axis, _ in block.carried):
+        return told
+    if mesh.is_uneven(block.rule.factors["e"].size, block.axes_of("e")):
+        told["experts"] = block.rule.factors["e"].size
+    tokens = {f: block.axes_of(f) for f in block.rule.factors if f.startswith("t")}
+    if any(mesh.is_uneven(block.rule.factors[f].size, axes) for f, axes in tokens.items()):
+        of_longest = (
+            block.rule.factors[f].size / mesh.parts(block.rule.factors[f].size, axes) for f, axes in tokens.items()
+        )
+        told["tokens"] = int(math.prod(of_longest))
     return told
 
 
@@ -160,12 +177,13 @@ def _pairs_sent(sending: Sending) -> float:
 
 
 def _rows_sent(sending: Sending) -> tuple[Sent, float]:
-    """The gathered counts, and the bytes of the rows that a rank sends, as many as all others, with padding
+    """The gathered counts, and the bytes of the rows that come to the rank with most experts, with padding
     where there is any: what is promised of the busiest is room that is kept for it, and products are priced by the mean too."""
     experts, choices = sending.call.operand("w_in").shape[0], sending.call.operand("chosen").shape[-1]
     counts = Sent("all_gather", sending.axis, 8.0 * experts * sending.ranks)
-    padding = 1.0 if sending.device == CPU else _padding(sending.call, _pairs_sent(sending), sending.ranks)
-    return counts, sending.bytes_of("x") * choices * padding
+    ranks = sending.ranks / sending.most
+    padding = 1.0 if sending.device == CPU else _padding(sending.call, _pairs_sent(sending), ranks)
+    return counts, sending.bytes_of("x") * choices * padding * sending.most
 
 
 @_through_nodes

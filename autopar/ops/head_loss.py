@@ -82,7 +82,7 @@ def linear_cross_entropy(call: OpCall) -> Rule:
     tokens = make.dims(call.operand("index").shape, "t")
     v, h = (make.add(name, n, whole=True) for name, n in zip("vh", call.operand("w").shape, strict=True))
     x, w = (*tokens, h), (v, h)
-    return make.rule([x, w, tokens, tokens], [(), x, w], carried=[Carried(("v",), owed=(1,), uneven=True)])
+    return make.rule([x, w, tokens, tokens], [(), x, w], carried=[Carried(("v",), owed=(1,), uneven=1)])
 
 
 @graph_op(

@@ -143,7 +143,8 @@ def takes_blocks(block: Block) -> bool:
 @dataclass(frozen=True)
 class Sending:
     """An op that takes a carried choice along an axis of so many ranks. nbytes: of operands and results on this rank. inner: the
-    axes along which messages go on, with their ranks, where several axes take the choice. device: that it runs on."""
+    axes along which messages go on, with their ranks, where several axes take the choice. device: that it runs on. most: what the
+    rank with the longest block of the choice's last factor has of it, over the mean."""
 
     call: OpCall
     choice: str
@@ -153,6 +154,7 @@ class Sending:
     result_bytes: tuple[float, ...]
     inner: tuple[tuple[str, int], ...] = ()
     device: Device = CPU
+    most: float = 1.0
 
     def bytes_of(self, name: str) -> float:
         """Bytes of the operand that an argument names, on this rank."""

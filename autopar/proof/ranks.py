@@ -23,6 +23,7 @@ from autopar.passes.shard.problem import Problem
 from autopar.program import ParallelProgram
 from autopar.proof.casts import DividedAs
 from autopar.proof.compare import Values, difference, largest
+from autopar.runtime.program.extras import named_leaves
 from autopar.runtime.step.session import Session
 
 
@@ -34,7 +35,8 @@ def values_on_ranks(
     steps: int,
     dtype: torch.dtype,
 ) -> Values:
-    """The values of the lines in `dtype`, by name: outputs, or losses, first gradients, final parameters and buffers.
+    """The values of the lines in `dtype`, by name: outputs, or losses and what is beside them, first gradients, final
+    parameters and buffers.
 
     lowered: of the program, or of the same on other ranks. What ranks disagree about is NaN (of integers: what one of the
     ranks after the first says).
@@ -55,6 +57,7 @@ def values_on_ranks(
         values: Values = {}
         for step in range(steps):
             values[f"loss/{step}"] = session.train_step(list(leaves)).clone()
+            values |= {f"output/{step}/{name}": value for name, value in named_leaves(session.extras)}
             if step == 0:
                 values |= {f"grad/{n}": g for n, g in session.full_grads().items()}
         values |= {f"param/{n}": session.gather_full(n) for n in program.ir.parameters}

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from autopar.capture.examples.trees import flatten
-from autopar.capture.export.export import split_inputs
+from autopar.capture.export.export import loss_and_extras, split_inputs
 from autopar.capture.known.promoted import cast
-from autopar.capture.while_traced.scalar_outputs import own_loss
 from autopar.program import ParallelProgram
 from autopar.proof.casts import cast_model, map_tensors, promoted
-from autopar.proof.compare import nudged
+from autopar.proof.compare import Values, nudged
+from autopar.runtime.program.extras import named_leaves
+from autopar.runtime.step.pipeline import join_microbatches
 from autopar.runtime.update.scheduler_steps import step_scheduler
 from autopar.runtime.update.update_rule import Named, UpdateRule, make_optimizers
 
@@ -22,7 +23,8 @@ from autopar.runtime.update.update_rule import Named, UpdateRule, make_optimizer
 def eager_values(
     program: ParallelProgram, model: nn.Module, batch: Any, steps: int, dtype: torch.dtype, nudge: int = 0
 ) -> dict[str, torch.Tensor]:
-    """The values of the model in `dtype`, by name: outputs, or losses, first gradients, final parameters and buffers.
+    """The values of the model in `dtype`, by name: outputs, or losses and what is beside them, first gradients, final
+    parameters and buffers.
 
     program: says what the loss and the optimizer's step are. nudge: out of parameters that are a little off (`nudged`).
     """
@@ -46,12 +48,14 @@ def eager_values(
         for p in trained.values():
             p.grad = None
         with promoted(dtype, model):
-            total = torch.zeros(())
+            total, extras = torch.zeros(()), []
             for piece in microbatches(inputs, parts, program):
-                loss = loss_of(reference, piece, loss_fn, program.request.targets) / parts
-                loss.backward()
-                total = total + loss.detach()
+                loss, beside = loss_of(reference, piece, loss_fn, program.request.targets)
+                (loss / parts).backward()
+                total = total + loss.detach() / parts
+                extras.append([(name, value.detach().clone()) for name, value in named_leaves(beside)])
         values[f"loss/{step}"] = total.clone()
+        values |= {f"output/{step}/{name}": value for name, value in _joined(extras, program).items()}
         update.clip()
         if step == 0:
             values |= {f"grad/{n}": p.grad.clone() for n, p in named.items() if p.grad is not None}
@@ -73,13 +77,23 @@ def run_model(model: nn.Module, inputs: Any) -> Any:
     return model(*args, **kwargs)
 
 
-def loss_of(model: nn.Module, inputs: Any, loss_fn: Any, targets: int) -> torch.Tensor:
-    """The scalar that is trained on."""
+def loss_of(model: nn.Module, inputs: Any, loss_fn: Any, targets: int) -> tuple[torch.Tensor, Any]:
+    """The scalar that is trained on, and what loss_fn gives beside it."""
     args, kwargs, wanted = split_inputs(inputs, targets, model)
-    out = model(*args, **kwargs)
-    loss = loss_fn(out, *wanted) if loss_fn is not None else own_loss(out)
-    assert loss is not None
-    return loss.reshape(())
+    loss, extras = loss_and_extras(model(*args, **kwargs), loss_fn, wanted, to_train=True)
+    return loss.reshape(()), extras
+
+
+def _joined(parts: Sequence[Sequence[tuple[str, torch.Tensor]]], program: ParallelProgram) -> Values:
+    """The values by name of batches that are one, as the program joins them."""
+    if len(parts) == 1 or program.ir.microbatched is None:
+        return dict(parts[0])
+    joins = program.ir.microbatched.outputs[1:]
+    named = (([value for _, value in same], same[0][0]) for same in zip(*parts, strict=True))
+    return {
+        name: join_microbatches(values, how.how, how.dim, how.outer)
+        for (values, name), how in zip(named, joins, strict=False)
+    }
 
 
 class EagerUpdate:

@@ -2,7 +2,8 @@
 
 The emitted files run as they are, with float dtypes replaced by the verification dtype (float64 by default), and so
 does the eager model, casts inside it included: what is left of a difference is a mistake, not rounding. Compared are
-the loss of each step, every gradient of the first step, and every parameter and buffer after the last one.
+the loss of each step with what is given beside it, every gradient of the first step, and every parameter and buffer after the
+last one.
 
 Dropout draws from positions, not from torch's generator, so with dropout active the reference is the same program on
 one rank; that one is compared with the eager model with dropout switched off on both sides.

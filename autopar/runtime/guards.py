@@ -84,19 +84,21 @@ class Guards:
                 _raise_reported(report, shape, say)
 
     def check_batch(
-        self, batch: Sequence[Tensor], inputs: Sequence[InputLike], ranges: Sequence[InputRange]
+        self,
+        batch: Sequence[Tensor],
+        inputs: Sequence[InputLike],
+        ranges: Sequence[InputRange],
+        whole: Sequence[InputLike] | None = None,
     ) -> list[Tensor]:
-        """The batch, to be computed with. Raises RuntimeProgramError for another number of tensors, GuardError for other shapes,
-        dtypes and integers than the program is for."""
+        """The batch, to be computed with. whole: the inputs of the global batch, where `inputs` are those of this rank's rows.
+        Raises RuntimeProgramError for another number of tensors, GuardError for other shapes, dtypes and integers than the
+        program is for."""
         if len(batch) != len(inputs):
             names = ", ".join(like.name for like in inputs)
             raise RuntimeProgramError(f"a batch of {len(batch)} tensors, the program takes {len(inputs)}: {names}")
-        for leaf, like in zip(batch, inputs, strict=True):
+        for leaf, like, of_all in zip(batch, inputs, inputs if whole is None else whole, strict=True):
             if tuple(leaf.shape) != like.shape:
-                raise GuardError(
-                    f"input {like.name}: shape {tuple(leaf.shape)}, the program was compiled for the global shape "
-                    f"{like.shape}; pass global batches of that shape, or compile again with an example of the new one"
-                )
+                raise GuardError(_other_shape(tuple(leaf.shape), like, of_all))
             if leaf.dtype not in like.dtypes:
                 raise GuardError(
                     f"input {like.name}: dtype {leaf.dtype}, the program takes {like.dtypes[0]}; convert it first, or compile "
@@ -167,6 +169,24 @@ class Guards:
             self.look([report])
         else:
             self._unread.append(report)
+
+
+def _other_shape(shape: tuple[int, ...], like: InputLike, of_all: InputLike) -> str:
+    """The message for a leaf that has not the shape that is wanted. of_all: the demands on the global batch's."""
+    dim = like.batch_dim
+    said = f"input {like.name}: shape {shape}, the program was compiled for the global shape {of_all.shape}"
+    give = "pass global batches of that shape"
+    if like.shape != of_all.shape:
+        said += f", of which this rank takes {like.shape}"
+        give = "pass this rank's rows alone, in the order of DataShard.indices"
+    if dim is not None and dim < len(shape) < 1 + len(like.shape) and shape[dim] < like.shape[dim]:
+        if (*shape[:dim], like.shape[dim], *shape[dim + 1 :]) == like.shape:
+            give = (
+                f"is this the last batch of an epoch, with {shape[dim]} of {like.shape[dim]} rows? Leave it out (drop_last=True "
+                "of the DataLoader), compile with a bucket of that size (buckets=), fill it up with samples whose targets are "
+                "ignored"
+            )
+    return f"{said}; {give}, or compile again with an example of the new one"
 
 
 def violation(bad: Tensor, x: Tensor) -> Tensor:

@@ -159,12 +159,12 @@ def eager_values(
         if dtype is not None:
             original, model = model, model.to(dtype)
             with promoted(dtype, original):
-                loss = loss_of(
+                loss, _ = loss_of(
                     model, map_tensors(batch, lambda t: cast(t, dtype)), case.loss_fn, program.request.targets
                 )
         else:
             with torch.autocast(device.type, torch.bfloat16, enabled=low is not None):
-                loss = loss_of(model, batch, case.loss_fn, program.request.targets)
+                loss, _ = loss_of(model, batch, case.loss_fn, program.request.targets)
     loss.backward()
     grads = {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"loss": loss.detach(), **grads}

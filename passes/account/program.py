@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from autopar.costmodel.bill import Bill, Pipeline, StepSeconds, cluster_nodes
+from autopar.costmodel.bill import Bill, Pipeline, StageBill, StepSeconds, call_seconds, cluster_nodes
 from autopar.costmodel.bill import step_seconds as read_bill
 from autopar.costmodel.simulate import Timeline, makespan_s, simulate
 from autopar.costmodel.software import Software
@@ -68,6 +68,12 @@ class Account:
         """The simulated step, without what comes once at its end."""
         return simulate(self.table, self.graph, self.seconds, self.hand_over)
 
+    @property
+    def busy_s(self) -> tuple[float, ...]:
+        """Seconds of a step for which a rank of every group computes, messages and memory tiers left out."""
+        computed_s = [_computed_s(stage.bill, self.microbatches, self.software) for stage in self.stages]
+        return tuple(sum(computed_s[s] for s in group) for group in self.graph.groups)
+
     @cached_property
     def peaks(self) -> tuple[float, ...]:
         """Bytes of a rank of every group."""
@@ -95,6 +101,13 @@ class Account:
     @property
     def collectives(self) -> tuple[Collective, ...]:
         return tuple(c for s in self.stages for c in s.collectives)
+
+
+def _computed_s(bill: StageBill, microbatches: int, software: Software) -> float:
+    """Seconds of a step for which a rank of a stage computes."""
+    read = [(call_seconds(call, software), times) for call, times in bill.calls]
+    each_s = sum(times * (one.total_s - sum(one.non_overlapped_s.values())) for one, times in read)
+    return microbatches * each_s + bill.optimizer_s
 
 
 def account(

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from autopar.capture.exported import Captured
 from autopar.errors import CoupledError, InputError
-from autopar.ir.program import Join, Microbatched, Program
+from autopar.ir.program import Join, Microbatched, Program, ValueRef
 from autopar.passes.batch.divided import divided, divides
 from autopar.passes.batch.states import Batched, batched
 from autopar.passes.rules.book import RuleBook
@@ -79,17 +79,20 @@ class Microbatches:
     def _apart(self, microbatches: int, reason: CoupledError) -> Program:
         """A program whose microbatches are batches of their own. Raises CoupledError unless the user wants that."""
         if self.separate is None:
+            beside = (
+                "If it is for what loss_fn returns beside the loss, leave that out. " if self.program.extras else ""
+            )
             raise CoupledError(
                 f"{microbatches} microbatches would not add up to the batch: {reason}, which couples "
-                "the samples of a batch. Leave "
+                f"the samples of a batch. {beside}Leave "
                 "Options.microbatches at 1, or, to train on each microbatch as a batch of its own, whose losses are averaged "
                 '(as gradient accumulation by hand does), set Options(coupled="per-microbatch")'
             ) from reason
         captured = self.separate(microbatches)
         program, whole = captured.program, self.program
         outputs = tuple(
-            _join(program.type_of(one).shape, whole.type_of(other).shape, program.training and k == 0)
-            for k, (one, other) in enumerate(zip(program.outputs, whole.outputs, strict=True))
+            _join(whole, k, program.type_of(one).shape) if whole.gives(k) else Join("sum")
+            for k, one in enumerate(program.outputs)
         )
         hangs = Microbatched(outputs, dict.fromkeys(program.buffer_updates, "each"), separate=True)
         program = replace(program, microbatched=hangs, fingerprint=whole.fingerprint)
@@ -97,13 +100,27 @@ class Microbatches:
         return program
 
 
-def _join(part: tuple[int, ...], whole: tuple[int, ...], is_loss: bool) -> Join:
-    """How an output of batches of their own is joined: along the dim that is larger in the whole batch."""
-    if is_loss:
-        return Join("sum")
-    if len(part) != len(whole):
-        raise InputError(
-            f"an output has shape {part} for a microbatch and {whole} for the batch; they cannot be joined"
-        )
-    larger = [d for d, (n, m) in enumerate(zip(part, whole, strict=True)) if n != m]
-    return Join("cat", larger[0]) if larger else Join("same")
+def _join(whole: Program, number: int, part: tuple[int, ...]) -> Join:
+    """How an output of batches of their own, of this shape, is joined: along the dim that is larger in the whole batch. Raises
+    InputError where it has none, or several."""
+    ref = whole.outputs[number]
+    shape = whole.type_of(ref).shape
+    larger = [d for d, (n, m) in enumerate(zip(part, shape, strict=False)) if n != m]
+    if len(part) == len(shape) and len(larger) == 1:
+        return Join("cat", larger[0])
+    if part == shape and not _depends_on_batch(whole, ref):
+        return Join("same")
+    what = f"value {number} of those that loss_fn gives beside the loss" if whole.training else f"output {number}"
+    raise InputError(
+        f"{what} has shape {part} for a microbatch and {shape} for the batch, and each microbatch is a batch of its own "
+        '(Options.coupled="per-microbatch"), so that they cannot be joined; give something for each sample, or leave it out'
+    )
+
+
+def _depends_on_batch(program: Program, ref: ValueRef) -> bool:
+    """Whether a value is made of inputs that have a batch dim."""
+    of_batch: set[ValueRef] = {ValueRef("input", i) for i, dim in enumerate(program.batch_dims) if dim is not None}
+    for number, call in enumerate(program.calls):
+        if not of_batch.isdisjoint(call.inputs):
+            of_batch |= {ValueRef("call", number, o) for o in range(len(program.template_of(call).outputs))}
+    return ref in of_batch

@@ -275,6 +275,8 @@ class _CallPass:
         terms = {k for k, v in enumerate(reads) if self.states[v] != "whole"}
         if not terms:
             return ["whole"] * len(call.results)
+        if _shows(node):
+            return [self.states[reads[0]]]
         for k in terms:
             if self.states[reads[k]] != "sum":
                 self._must_be_known(node, [reads[k]])
@@ -335,6 +337,12 @@ def _ends(places: dict[int, Part]) -> dict[int, int]:
 def _is_minor(dim: tuple[str, ...], factor: str, rule: Rule) -> bool:
     """Whether a dim has other factors before this one."""
     return factor in dim and any(rule.factors[f].size > 1 for f in dim[: dim.index(factor)])
+
+
+def _shows(node: fx.Node) -> bool:
+    """Whether an op shows the numbers of its only operand as they are."""
+    definition = find(op_name(node.target))
+    return definition is not None and definition.canonical in ("copy", "regroup")
 
 
 def _more_linear(call: OpCall) -> Iterator[frozenset[int]]:

@@ -79,6 +79,9 @@ def _check_stage(stage: LoweredStage, rules: RuleBook) -> None:
         for name, end in zip(function.returns, leaving, strict=False):
             if name is not None and typed[name] != (end.type, end.spec):
                 raise CheckError(f"{function.name}: {name} leaves as {typed[name][1]}, said to be {end.spec}")
+    for row in stage.outputs:
+        if row.spec.partial:
+            raise CheckError(f"output {row.index} leaves stage {stage.index} as {row.spec}, which owes something")
     check_calls(stage, typed_by_function)
     for p in stage.parameters.values():
         if not p.optimizer.refines(p.storage):
@@ -199,7 +202,7 @@ def _computed(line: Compute, mesh: Mesh, rules: RuleBook, typed: dict[str, Typed
             for factor, own in (_by_factor(dim, axes, divided, rule, mesh) or {}).items():
                 if factor not in rule.contracted:
                     taken.setdefault(factor, own)
-    _check_carried(line, rule, carried, taken, where)
+    _check_carried(line, rule, carried, taken, mesh, where)
     for axis, owing in owed.items():
         if frozenset(owing) not in rule.linear:
             raise CheckError(f"{where}: {line.op} is not linear in operands {sorted(owing)}, owed over {axis}")
@@ -244,10 +247,11 @@ def _carried(line: Compute, rule: Rule, where: str) -> dict[str, Carried]:
 
 
 def _check_carried(
-    line: Compute, rule: Rule, carried: dict[str, Carried], taken: dict[str, tuple[str, ...]], where: str
+    line: Compute, rule: Rule, carried: dict[str, Carried], taken: dict[str, tuple[str, ...]], mesh: Mesh, where: str
 ) -> None:
     """An axis that carries shards all factors of its choice, and shares none but the first with an axis that does not; a factor
-    that the rule wants whole is sharded by no other axis. Raises CheckError."""
+    that the rule wants whole is sharded by no other axis. More axes than may cut unequal blocks cut equal ones. Raises
+    CheckError."""
     for axis, one in carried.items():
         for factor in one.factors:
             axes = taken.get(factor, ())
@@ -256,6 +260,9 @@ def _check_carried(
                 raise CheckError(
                     f"{where}: {line.op} carries {one.choice} along {axis}, but {factor} is sharded by {axes}"
                 )
+            equally = sum(other == one for other in carried.values()) > one.uneven
+            if equally and mesh.is_uneven(rule.factors[factor].size, axes):
+                raise CheckError(f"{where}: {line.op} carries {one.choice} in blocks of {factor} of unequal size")
 
 
 def _result(

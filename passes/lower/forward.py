@@ -71,8 +71,6 @@ class Forward(Builder):
 
     def output_rows(self) -> tuple[Row, ...]:
         """The stage's outputs, as its table says them."""
-        boundary = self.program.boundary
-        indices = boundary.outputs if boundary else range(len(self.program.outputs))
         microbatched = self.program.microbatched
         return tuple(
             Row(
@@ -82,7 +80,9 @@ class Forward(Builder):
                 spec,
                 join=microbatched.outputs[index] if microbatched else Join("same"),
             )
-            for index, (name, spec), ref in zip(indices, self.outputs, self.program.outputs, strict=True)
+            for index, (name, spec), ref in zip(
+                self.program.output_numbers, self.outputs, self.program.outputs, strict=True
+            )
         )
 
     def _inputs(self) -> None:
@@ -156,21 +156,23 @@ class Forward(Builder):
             self.lines.append(ParkSaved(self.saved[index], lowered.offload, lowered.offload_tier, call.template))
 
     def _outputs(self) -> None:
-        for ref in self.program.outputs:
+        for number, ref in zip(self.program.output_numbers, self.program.outputs, strict=True):
             name, spec = self._value(ref)
             type_ = self.program.type_of(ref)
-            wanted = Spec.replicated(len(type_.shape)) if self.program.training else spec.without_partial()
-            if self.program.training and _owes_sums_only(spec):
-                self.outputs.append((self._sum(ref, name, spec, type_), wanted))
+            gives = self.program.gives(number)
+            wanted = spec.without_partial() if gives else Spec.replicated(len(type_.shape))
+            small = not (gives and type_.shape)
+            if self.program.training and small and _owes_sums_only(spec):
+                self.outputs.append((self._sum(ref, name, spec, type_, gives), wanted))
                 continue
             self.outputs.append((self.convert((name, spec), type_, wanted, "F", "output"), wanted))
 
-    def _sum(self, ref: ValueRef, name: str, spec: Spec, type_: TensorType) -> str:
-        """The loss or a count, its sum over the axes that owe one sent beside the gradients."""
+    def _sum(self, ref: ValueRef, name: str, spec: Spec, type_: TensorType, gives: bool) -> str:
+        """The loss, a count or a number that the step gives, its sum over the axes that owe one sent beside the gradients."""
         total = self.names.fresh(f"{name}_reduced")
         axes = tuple(axis for axis, _ in spec.partial)
         whole = Spec.replicated(len(type_.shape))
-        what = "loss" if ref == self.program.loss else "what rows chose"
+        what = "loss" if ref == self.program.loss else "output" if gives else "what rows chose"
         self.lines.append(SumLoss(name, axes, outs=(total,), types=(type_,), specs=(whole,), source=what))
         return total
 

@@ -8,11 +8,14 @@ stage arrives in the spec that is cheapest to arrive in, what leaves owes nothin
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autopar.ir.lowered import LoweredStage
 from autopar.ir.program import Program
 from autopar.passes.lower.backward import Backward
 from autopar.passes.lower.context import StageContext
 from autopar.passes.lower.forward import Forward
+from autopar.passes.lower.rows import row_axes
 from autopar.passes.price.pricer import Pricers
 from autopar.passes.rules.book import RuleBook
 from autopar.plan import StagePlan
@@ -36,6 +39,7 @@ def lower_stage(
     forward = front.forward(prepare is not None)
     back = Backward(context, front.saved) if program.training else None
     backward, weights = back.functions() if back is not None else (None, None)
+    shared = row_axes(front.rows, forward, context.templates, stage.mesh)
     return LoweredStage(
         program.boundary.stage if program.boundary else 0,
         stage.mesh,
@@ -46,7 +50,7 @@ def lower_stage(
         prepare,
         context.stored(),
         {name: b.type for name, b in program.buffers.items()},
-        tuple(front.rows),
+        tuple(replace(row, row_axes=shared.get(row.index, ())) for row in front.rows),
         front.output_rows(),
         tuple(front.received),
         tuple(front.sent),

@@ -112,10 +112,12 @@ def line_messages(line: Line, held: Mapping[str, float], stage: LoweredStage, wh
         case Prefetch(gathers=gathers):
             for gather in gathers:
                 yield from gather_messages(gather, stage.parameters[gather.name], stage.mesh)
-        case SumLoss(axes=axes):
+        case SumLoss(axes=axes, source=what):
             nbytes = float(line.types[0].nbytes) if line.types[0] else 0.0
             joined = not any(p.compression for p in stage.parameters.values())  # what is compressed leaves it behind
-            yield from (Message("all_reduce", a, "loss", nbytes, joined) for a in axes if stage.mesh.sizes[a] > 1)
+            yield from (
+                Message("all_reduce", a, what or "loss", nbytes, joined) for a in axes if stage.mesh.sizes[a] > 1
+            )
 
 
 def dispatches(call: OpCall, rule: Rule, strategy: Strategy, grouped: Grouped, mesh: Mesh) -> Iterator[Dispatch]:

@@ -34,4 +34,7 @@ def _sent(call: OpCall, rule: Rule, strategy: Strategy, mesh: Mesh, device: Devi
     )
     for choice in dict.fromkeys(choice for _, choice in carried):
         (axis, ranks), *inner = ((axis, mesh.sizes[axis]) for axis, taken in carried if taken == choice)
-        yield from definition.sends(Sending(call, choice, axis, ranks, operands, results, tuple(inner), device))
+        factor = rule.carries[choice].factors[-1]
+        axes = rule.taken(strategy, mesh)[factor]
+        most = float(mesh.product(axes) / mesh.parts(rule.factors[factor].size, axes))
+        yield from definition.sends(Sending(call, choice, axis, ranks, operands, results, tuple(inner), device, most))

@@ -98,13 +98,21 @@ def value_at(node: Any, operand: int) -> str:
 Target = tuple[str, str]
 
 
+def _end_of_output(program: Program, number: int, ref: ValueRef) -> str:
+    """The kind of edge at which an output leaves. What a training step gives as shards is gathered once the step is over, and
+    paid for there."""
+    if not program.training:
+        return "settled"
+    return "whole" if program.gives(number) and program.type_of(ref).shape else "loss"
+
+
 @once
 def call_edges(program: Program) -> Mapping[tuple[Target | None, Target, str], int]:
     """How often every edge between calls occurs: (source value, target value, kind), values named (template, value).
 
     kind "value": forward or gradient edge; "read": from a replicated tensor (batch, buffer, gradient seed) to a
     placeholder; "arrive", "depart": from and to another stage; "whole": an output that must end replicated ("loss": it,
-    or a count, summed beside the gradients); "settled": an output that must owe nothing.
+    a count or a number that the step gives, summed beside the gradients); "settled": an output that must owe nothing.
     """
     edges: list[tuple[Target | None, Target, str]] = []
 
@@ -134,12 +142,12 @@ def call_edges(program: Program) -> Mapping[tuple[Target | None, Target, str], i
                     edges.append(((template.name, grad), back, "value"))
             elif tensor is not None and tensor.gradient:
                 edges.append((None, (template.name, grad), "depart"))
-    for ref in program.outputs:
+    for number, ref in zip(program.output_numbers, program.outputs, strict=True):
         source = producer(ref)
         if source is None:
             continue
         is_loss = ref == program.loss
-        edges.append((None, source, "loss" if program.training else "settled"))
+        edges.append((None, source, _end_of_output(program, number, ref)))
         back = tangent_of(ref) if is_loss else None
         if back is not None:
             edges.append((None, back, "read"))

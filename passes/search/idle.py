@@ -15,7 +15,7 @@ from math import gcd
 from autopar.cluster import ClusterSpec, resized
 from autopar.passes.search.lower_bounds import least_step_s, model_bytes
 from autopar.passes.search.task import Task
-from autopar.passes.shard.meshes import rows_of
+from autopar.passes.shard.uneven import rows_of
 from autopar.plan import Plan
 
 MOST_NUMBERS = 2

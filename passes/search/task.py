@@ -34,7 +34,7 @@ from autopar.passes.search.layout import Layout
 from autopar.passes.search.workers import Workers
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.solve_mesh import OnMesh
-from autopar.passes.shard.uneven import most_units
+from autopar.passes.shard.uneven import for_experts, most_units
 from autopar.plan import Plan, StagePlan
 
 
@@ -90,12 +90,15 @@ class Task:
         groups = zip(counted.graph.groups, counted.peaks, strict=True)
         return max(peak - self.limit_at(plan.stages[group[0]].mesh) for group, peak in groups)
 
-    def most_units(self, plan: Plan, counted: Account) -> int:
-        """Units of rows that a rank has room for, where rows move between ranks; else none."""
+    def most_units(self, plan: Plan, counted: Account) -> tuple[int, ...]:
+        """Units of rows that a rank of every group has room for, where rows move between ranks; else nothing."""
         if not self.options.rebalance:
-            return 0
-        mesh = plan.stages[0].mesh
-        return most_units(mesh, self.limit_at(mesh), counted.peak_bytes, sum(counted.resting_bytes.values()))
+            return ()
+        return tuple(
+            most_units(mesh, self.limit_at(mesh), peak, sum(counted.stages[s].memory.resting_bytes for s in group))
+            for group, peak in zip(counted.graph.groups, counted.peaks, strict=True)
+            for mesh in [plan.stages[group[0]].mesh]
+        )
 
     def _room(self, device: DeviceSpec, axes: Mapping[str, int] | None = None) -> float:
         if self.options.memory_bytes is not None:
@@ -127,8 +130,9 @@ class Task:
         return self if kinds == self.setting.offload else self.changed(setting=replace(self.setting, offload=kinds))
 
     def sharing(self, mesh: Mesh) -> Mesh:
-        """The mesh, or that of the layout's stage on such ranks where under the mesh's shares the stage's parameters would lie in
-        other blocks."""
+        """The mesh with shares of experts that do not divide by their axis, or that of the layout's stage on such ranks where the
+        stage's parameters would lie in other blocks under these shares."""
+        mesh = for_experts(mesh, self.program, self.rules)
         for stage in self.layout.stages if self.layout is not None else ():
             if stage.mesh.ranks == mesh.ranks and not self._lie_alike(stage, mesh):
                 return Mesh(stage.mesh.axes, mesh.offset)

@@ -32,14 +32,15 @@ from autopar.passes.rules.book import RuleBook
 from autopar.passes.shard.graph import Key
 from autopar.passes.shard.megatron import (
     AxisChoices,
+    BatchedProgram,
     OpKey,
     context_parallel,
     expert_parallel,
     of_one_row,
     tensor_parallel,
 )
-from autopar.passes.shard.meshes import CONTEXT, rows_of
-from autopar.passes.shard.uneven import EXPERTS
+from autopar.passes.shard.meshes import CONTEXT
+from autopar.passes.shard.uneven import EXPERTS, rows_of
 
 
 class Baseline:
@@ -59,17 +60,19 @@ class Baseline:
         self.tensor: AxisChoices | None = None
         self.context: Mapping[OpKey, frozenset[str]] = {}
         self.experts = AxisChoices({}, frozenset())
+        batched = BatchedProgram(program, rules, dims, batch, mesh)
         if mesh.sizes.get(CONTEXT, 1) > 1:
-            self.context = context_parallel(program, rules, dims, batch, mesh, CONTEXT)
+            self.context = context_parallel(batched, CONTEXT)
         if mesh.sizes.get(EXPERTS, 1) > 1:
-            self.experts = expert_parallel(program, rules, batch, mesh, EXPERTS)
+            self.experts = expert_parallel(batched, EXPERTS)
             if not self.experts.choices:
                 raise InfeasibleError(
-                    f"strategy {strategy!r} on mesh {mesh}: no mixture of experts has tokens and experts that divide by "
-                    f"{EXPERTS}={mesh.sizes[EXPERTS]}; take a divisor, or name the axis dp"
+                    f"strategy {strategy!r} on mesh {mesh}: no mixture of experts can be shared along "
+                    f"{EXPERTS}={mesh.sizes[EXPERTS]:d}; take no more ranks than experts, rows that divide by the axes "
+                    "before it, or name the axis dp"
                 )
         if strategy in MEGATRON and mesh.axes[-1][1] > 1:
-            self.tensor = tensor_parallel(program, rules, dims, batch, mesh, mesh.names[-1])
+            self.tensor = tensor_parallel(batched, mesh.names[-1])
         self.data_axes = mesh.names if self.tensor is None else mesh.names[:-1]
         rows = tuple(axis for axis in self.data_axes if axis != CONTEXT)
         calls = {(t.name, op): call for t in program.templates.values() for op, call in t.op_calls.items()}

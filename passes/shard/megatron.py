@@ -15,8 +15,9 @@ that are not shards (query, key and value side by side) is gathered after its pr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import fx
 
@@ -40,80 +41,106 @@ class AxisChoices:
     sharded: frozenset[str]
 
 
-def tensor_parallel(
-    program: Program,
-    rules: RuleBook,
-    dims: Mapping[str, Dims],
-    batch: Mapping[OpKey, Mapping[str, Part]],
-    mesh: Mesh,
-    axis: str,
-) -> AxisChoices:
-    """dims: where values hold the batch. batch: per op the factors that are the batch."""
+@dataclass(frozen=True)
+class BatchedProgram:
+    """A program on a mesh, and where its batch is. dims: per template where values hold the batch; batch: per op the factors that
+    are the batch."""
+
+    program: Program
+    rules: RuleBook
+    dims: Mapping[str, Dims]
+    batch: Mapping[OpKey, Mapping[str, Part]]
+    mesh: Mesh
+
+    def ops(self) -> Iterator[BatchedOp]:
+        """Every op of every template."""
+        for template in self.program.templates.values():
+            origins = _origins(template)
+            for node in template.ops:
+                yield BatchedOp(self, template, node, self.rules.rule(template.op_calls[node.name]), origins)
+
+
+@dataclass(frozen=True)
+class BatchedOp:
+    """An op of such a program. origins: the parameters that values of its template are made of alone."""
+
+    of: BatchedProgram
+    template: Template
+    node: fx.Node
+    rule: Rule
+    origins: Mapping[str, frozenset[int]]
+
+    @property
+    def key(self) -> OpKey:
+        return self.template.name, self.node.name
+
+    @property
+    def batch(self) -> Mapping[str, Part]:
+        """The factors that are the batch."""
+        return self.of.batch[self.key]
+
+    @cached_property
+    def weight(self) -> set[str]:
+        """The factors by which a product or a look-up may be split."""
+        return _weight_factors(
+            self.template, self.node, self.rule, self.of.dims.get(self.template.name, {}), self.origins
+        )
+
+    @property
+    def slots(self) -> set[Slot]:
+        """The parameters that it reads."""
+        values = operand_values(self.node)
+        return {(self.template.name, slot) for v in values for slot in self.origins.get(v, ())}
+
+    def divides(self, choice: str, axis: str) -> bool:
+        """Whether an axis can cut the factors of a choice."""
+        return all(self.of.mesh.blocks(self.rule.factors[f].size, (axis,)) is not None for f in factors_of(choice))
+
+
+def tensor_parallel(batched: BatchedProgram, axis: str) -> AxisChoices:
+    """The choices of ops along an axis that takes weights, and never the batch."""
     choices: dict[OpKey, frozenset[str]] = {}
     slots: set[Slot] = set()
-    for template in program.templates.values():
-        held = dims.get(template.name, {})
-        origins = _origins(template)
-        for node in template.ops:
-            rule, key = rules.rule(template.op_calls[node.name]), (template.name, node.name)
-            weight = _weight_factors(template, node, rule, held, origins)
-            possible = {
-                c
-                for c in rule.choices()
-                if c not in batch[key]
-                and (c not in rule.carries or weight.issuperset(factors_of(c)))
-                and _divides(rule, c, mesh, axis)
-            }
-            of_weight = {c for c in possible if factors_of(c) and weight.issuperset(factors_of(c))}
-            if of_weight:
-                slots |= _slots(template, node, origins)
-            splits = bool(possible & rule.factors.keys()) and _has_features(template, node, rule, held, batch[key])
-            choices[key] = frozenset(of_weight or (possible - {""} if splits else possible))
-    return AxisChoices(choices, _parameters(program, slots))
+    for op in batched.ops():
+        possible = {
+            c
+            for c in op.rule.choices()
+            if c not in op.batch
+            and (c not in op.rule.carries or op.weight.issuperset(factors_of(c)))
+            and op.divides(c, axis)
+        }
+        of_weight = {c for c in possible if factors_of(c) and op.weight.issuperset(factors_of(c))}
+        if of_weight:
+            slots |= op.slots
+        splits = bool(possible & op.rule.factors.keys()) and _has_features(op)
+        choices[op.key] = frozenset(of_weight or (possible - {""} if splits else possible))
+    return AxisChoices(choices, _parameters(batched.program, slots))
 
 
-def expert_parallel(
-    program: Program, rules: RuleBook, batch: Mapping[OpKey, Mapping[str, Part]], mesh: Mesh, axis: str
-) -> AxisChoices:
-    """The choices of ops that can carry along an axis, which shards their weights together with the batch.
-    batch: as above."""
+def expert_parallel(batched: BatchedProgram, axis: str) -> AxisChoices:
+    """The choices of ops that can carry along an axis, which shards their weights together with the batch."""
     choices: dict[OpKey, frozenset[str]] = {}
     slots: set[Slot] = set()
-    for template in program.templates.values():
-        origins = _origins(template)
-        for node in template.ops:
-            rule, key = rules.rule(template.op_calls[node.name]), (template.name, node.name)
-            carrying = frozenset(
-                choice
-                for choice, carried in rule.carries.items()
-                if carried.factors[0] in batch[key] and len(carried.factors) > 1 and _divides(rule, choice, mesh, axis)
-            )
-            if carrying:
-                choices[key] = carrying
-                slots |= _slots(template, node, origins)
-    return AxisChoices(choices, _parameters(program, slots))
+    for op in batched.ops():
+        carrying = frozenset(
+            choice
+            for choice, carried in op.rule.carries.items()
+            if carried.factors[0] in op.batch and len(carried.factors) > 1 and op.divides(choice, axis)
+        )
+        if carrying:
+            choices[op.key] = carrying
+            slots |= op.slots
+    return AxisChoices(choices, _parameters(batched.program, slots))
 
 
-def context_parallel(
-    program: Program,
-    rules: RuleBook,
-    dims: Mapping[str, Dims],
-    batch: Mapping[OpKey, Mapping[str, Part]],
-    mesh: Mesh,
-    axis: str,
-) -> Mapping[OpKey, frozenset[str]]:
-    """The choices of ops along an axis that takes neither the batch nor weights. dims, batch: as above."""
+def context_parallel(batched: BatchedProgram, axis: str) -> Mapping[OpKey, frozenset[str]]:
+    """The choices of ops along an axis that takes neither the batch nor weights."""
     choices: dict[OpKey, frozenset[str]] = {}
-    for template in program.templates.values():
-        held = dims.get(template.name, {})
-        origins = _origins(template)
-        for node in template.ops:
-            rule, key = rules.rule(template.op_calls[node.name]), (template.name, node.name)
-            of_weight = _weight_factors(template, node, rule, held, origins)
-            taken = {*batch[key], *of_weight}
-            choices[key] = frozenset(
-                c for c in rule.choices() if taken.isdisjoint(factors_of(c)) and _divides(rule, c, mesh, axis)
-            )
+    for op in batched.ops():
+        taken = {*op.batch, *op.weight}
+        choices[op.key] = frozenset(
+            c for c in op.rule.choices() if taken.isdisjoint(factors_of(c)) and op.divides(c, axis)
+        )
     return choices
 
 
@@ -153,11 +180,6 @@ def _weight_gradients(template: Template, rules: RuleBook) -> set[str]:
         if moved or (len(operand_values(node)) > 1 and rules.rule(template.op_calls[node.name]).contracted):
             made |= results
     return made
-
-
-def _slots(template: Template, node: fx.Node, origins: Mapping[str, frozenset[int]]) -> set[Slot]:
-    """The parameters that an op reads."""
-    return {(template.name, slot) for v in operand_values(node) for slot in origins.get(v, ())}
 
 
 def _parameters(program: Program, slots: Collection[Slot]) -> frozenset[str]:
@@ -200,18 +222,15 @@ def _is_product(template: Template, node: fx.Node, rule: Rule) -> bool:
     return definition is not None and definition.work is not None and definition.work(call, rule)[1] == "matmul"
 
 
-def _has_features(template: Template, node: fx.Node, rule: Rule, dims: Dims, batch: Mapping[str, Part]) -> bool:
+def _has_features(op: BatchedOp) -> bool:
     """Whether an op on values of the batch has an index beside those of batch and sequence: a second one, or any where the
     sequence is part of the batch's index; or works along an index as a whole, as a norm does."""
-    floats = (v for v in operand_values(node) if v in dims and template.type_of(v).is_float)
-    others = [f for name, f in rule.factors.items() if name not in batch and f.size > 1]
-    merged = any(part.inner > 1 for part in batch.values())
+    held = op.of.dims.get(op.template.name, {})
+    floats = (v for v in operand_values(op.node) if v in held and op.template.type_of(v).is_float)
+    others = [f for name, f in op.rule.factors.items() if name not in op.batch and f.size > 1]
+    merged = any(part.inner > 1 for part in op.batch.values())
     return any(floats) and (len(others) > 1 or bool(others and merged) or any(f.whole for f in others))
 
 
 def _factors(tensors: Iterable[Labels | None]) -> set[str]:
     return {f for labels in tensors for dim in labels or () for f in dim}
-
-
-def _divides(rule: Rule, choice: str, mesh: Mesh, axis: str) -> bool:
-    return all(mesh.blocks(rule.factors[f].size, (axis,)) is not None for f in factors_of(choice))

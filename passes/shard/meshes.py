@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 from autopar.cluster import ClusterSpec
 from autopar.ir.mesh import Mesh
-from autopar.ir.program import Program
 from autopar.options import Options
 from autopar.passes.shard.uneven import for_rows
 
@@ -66,9 +65,3 @@ def _context_meshes(ranks: int, rows: int, fast: int, inner: Sequence[int]) -> l
         if 1 < data < ranks // k and ranks // data > fast:
             meshes.append(Mesh.of(**{"dp": data, CONTEXT: ranks // k // data, "tp": k}))
     return meshes
-
-
-def rows_of(program: Program) -> int | None:
-    """Rows of a program's batch that can be divided among ranks, None where no input has any."""
-    sizes = [t.shape[dim] for (_, t), dim in zip(program.inputs, program.batch_dims, strict=True) if dim is not None]
-    return math.gcd(*sizes) if sizes else None

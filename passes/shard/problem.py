@@ -44,6 +44,9 @@ _OWED = tuple(
     tuple(sorted({"sum", *(op for op in REDUCTIONS if bits & BIT[op])})) for bits in range(1 << len(REDUCTIONS))
 )
 """Reductions that conversions are about, by the bits of those that specs owe."""
+READ_S = 1e-18
+"""Seconds of a byte of what a rank is given: too few to change a choice, and enough that it is given the block that it wants and
+does not cut that out of the whole."""
 
 
 class Problem:
@@ -248,7 +251,8 @@ class Problem:
         """Seconds per spec of a value where it enters or leaves the program (kind: as of `call_edges`)."""
         whole = np.zeros(1, int)
         if kind == "read":
-            return self._conversion(type_, whole, numbers)[0]
+            held = self.pricer.shards(type_).of_bytes(type_, numbers)
+            return self._conversion(type_, whole, numbers)[0] + READ_S * held
         if kind in ("whole", "loss"):
             return self._conversion(type_, numbers, whole, BUCKETED if kind == "loss" else ())[:, 0]
         letters = self.pricer.shards(type_).letters

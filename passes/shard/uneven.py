@@ -3,7 +3,7 @@
 The batch's axes come first: a microbatch of 17 rows over 5 ranks is held as 4, 4, 3, 3 and 3 rows. Axes inside take what the
 indices of products and attention have that does not divide, such as 25 heads over 8 ranks or a vocabulary of 50257. A number of
 units that divides another one's dims stands before it, so that dims that belong together (25 heads, 25 · 64 features) are cut
-alike.
+alike. Along an axis of experts rows and experts have shares.
 """
 
 from __future__ import annotations
@@ -81,6 +81,42 @@ def by_speed(mesh: Mesh, rows: int | None, cluster: ClusterSpec, seconds: Mappin
                 shares = Shares(apportioned(units, slowest, units))
                 return Mesh((*mesh.axes[:place], (axis, shares), *mesh.axes[place + 1 :]), mesh.offset)
     return None
+
+
+def for_experts(mesh: Mesh, program: Program, rules: RuleBook) -> Mesh:
+    """The mesh with shares along the axis of experts of what it does not divide: the rows that are left for it, and experts. Rows
+    have shares, equal ones, also where dims that hold them would else be cut as experts are."""
+    ranks, axes = mesh.sizes.get(EXPERTS, 1), [size for axis, size in mesh.axes if axis in DATA]
+    if ranks == 1 or isinstance(ranks, Shares):
+        return mesh
+    rows = rows_of(program) if not any(isinstance(size, Shares) for size in axes) else None
+    units = [n for n in sorted(_experts(program, rules)) if n > ranks and n % ranks]
+    left = (rows or 0) // math.prod(axes)
+    if left >= ranks and (left % ranks or any(n % left == 0 and n % e == 0 for n in _sizes(program) for e in units)):
+        units = [left, *(n for n in units if n % left)]
+    if not units:
+        return mesh
+    shares = Shares(*(balanced(n, ranks) for n in units[:_MOST_LISTS]))
+    return Mesh(tuple((axis, shares if axis == EXPERTS else size) for axis, size in mesh.axes), mesh.offset)
+
+
+def _experts(program: Program, rules: RuleBook) -> set[int]:
+    """Sizes of what an axis may shard together with tokens, in unequal blocks."""
+    calls = (call for template in program.templates.values() for call in template.op_calls.values())
+    carried = ((rule, one) for rule in map(rules.rule, calls) for one in rule.carries.values())
+    return {rule.factors[one.factors[-1]].size for rule, one in carried if one.uneven and len(one.factors) > 1}
+
+
+def _sizes(program: Program) -> set[int]:
+    """Sizes of all dims that ops read."""
+    calls = (call for template in program.templates.values() for call in template.op_calls.values())
+    return {size for call in calls for t in call.operands if t is not None for size in t.shape}
+
+
+def rows_of(program: Program) -> int | None:
+    """Rows of a program's batch that can be divided among ranks, None where no input has any."""
+    sizes = [t.shape[dim] for (_, t), dim in zip(program.inputs, program.batch_dims, strict=True) if dim is not None]
+    return math.gcd(*sizes) if sizes else None
 
 
 def for_units(mesh: Mesh, program: Program, rules: RuleBook) -> Mesh | None:

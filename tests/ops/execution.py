@@ -29,6 +29,7 @@ from autopar.passes.lower.body import local_arguments
 from autopar.runtime import run_threads
 from autopar.runtime.comm.axis_comm import Along
 from autopar.runtime.comm.comm import Comm
+from autopar.runtime.comm.mesh import box_of, slices_of
 from autopar.runtime.guards import Guards
 
 Tensor = torch.Tensor
@@ -100,14 +101,7 @@ def cut(value: Tensor, spec: Spec, mesh: Mesh, generator: torch.Generator) -> li
 
 
 def _block(shape: tuple[int, ...], spec: Spec, mesh: Mesh, where: dict[str, int]) -> tuple[slice, ...]:
-    slices = []
-    for n, axes in zip(shape, spec.dims, strict=True):
-        index, parts = 0, 1
-        for axis in axes:
-            index, parts = index * mesh.sizes[axis] + where[axis], parts * mesh.sizes[axis]
-        size = n // parts
-        slices.append(slice(index * size, (index + 1) * size))
-    return tuple(slices)
+    return slices_of(box_of(shape, spec.dims, mesh.sizes, where))
 
 
 _REDUCE = {"sum": lambda a, b: a + b, "max": torch.maximum, "min": torch.minimum}
@@ -226,7 +220,8 @@ def check_strategy(
         for outs in per_rank:
             part = outs[i]
             assert part is not None
-            local = spec.local_shape(type_.shape, mesh)
+            where = mesh.coordinate(len(held))
+            local = tuple(one.stop - one.start for one in _block(type_.shape, spec, mesh, where))
             assert tuple(part.shape) == local, f"result {i} is {tuple(part.shape)} on a rank, its spec says {local}"
             assert part.dtype == expected.dtype, f"result {i} is {part.dtype} on a rank, {expected.dtype} as a whole"
             held.append(part)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -17,15 +18,19 @@ import autopar
 from autopar.counter import ByteCounter
 from autopar.errors import InputError
 from autopar.ir.mesh import Mesh
+from autopar.ir.program import op_call
 from autopar.ir.rule import factors_of
 from autopar.ops import experts as ops
 from autopar.ops.registry import find
 from autopar.passes.played.meta_comm import MetaComm
+from autopar.passes.rules.sends import sent_by
+from autopar.passes.shard.uneven import balanced
 from autopar.runtime import ExpertOverflow, run_threads
 from autopar.runtime.comm.axis_comm import Along
 from autopar.runtime.comm.comm import Comm
+from autopar.runtime.comm.mesh import Shares
 from autopar.runtime.kernels.experts import experts as local
-from tests.ops.execution import Case, check_strategy, rule_of
+from tests.ops.execution import Case, as_node, check_strategy, rule_of
 
 GATES: dict[str, tuple[tuple[Any, ...], int, Callable[..., Tensor]]] = {
     "plain relu": (("relu", 1.0, None, 0.0), 1, lambda h: F.relu(h[0])),
@@ -193,6 +198,44 @@ def test_rows_that_travel_to_their_experts_give_the_loops_values_and_gradients_a
     sweep(600)
 
 
+@pytest.mark.parametrize("promise", [(1.25, "chunk"), (10.0, "stop")], ids=str)
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(("ranks", "experts", "tokens"), [(2, 3, (3,)), (3, 8, (7, 2)), (3, 4, (6,)), (7, 60, (9,))])
+def test_ranks_with_unequal_numbers_of_experts_and_tokens_give_the_loops_values_and_gradients(
+    ranks: int, experts: int, tokens: tuple[int, ...], route: str, promise: tuple[float, str]
+) -> None:
+    one = replace(mixture(tokens, experts, 2, route=route, biased=True), promise=promise)
+    check(one, Mesh.of(a=shares(ranks, experts, tokens[0])), ("+t0+e",))
+
+
+def shares(ranks: int, *units: int) -> Shares:
+    """An axis along which what does not divide is shared as equally as it can be."""
+    return Shares(*(balanced(n, ranks) for n in units if n % ranks))
+
+
+def test_the_rank_with_most_experts_decides_what_a_mixture_takes() -> None:
+    """The first of 3 ranks has 3 of 8 experts: work, and rows that come, are 9 eighths of the mean."""
+    for case in mixture((27,), 8, 2).cases(torch.zeros(27, 3, dtype=torch.float64)):
+        call = op_call(as_node(case, case.whole())[0])
+        rule, mesh = rule_of(call), Mesh.of(a=shares(3, 8))
+        assert rule.work_parts(("+t0+e",), mesh) == Fraction(8, 3)
+        rows, equal = (
+            [sent.nbytes for sent in sent_by(call, rule, ("+t0+e",), one) if sent.kind == "exchange"]
+            for one in (mesh, Mesh.of(a=3))
+        )
+        assert rows == pytest.approx([9 / 8 * n for n in equal])
+
+
+def test_two_axes_that_carry_take_equal_blocks() -> None:
+    call = op_call(
+        as_node(case := mixture((18,), 6, 2).cases(torch.zeros(18, 3, dtype=torch.float64))[0], case.whole())[0]
+    )
+    rule = rule_of(call)
+    assert rule.allows(("+t0+e", "t0"), Mesh.of(a=shares(4, 6), b=3))
+    assert not rule.allows(("+t0+e", "+t0+e"), Mesh.of(a=Shares((2, 1)), b=2))
+    assert rule.allows(("+t0+e", "+t0+e"), Mesh.of(a=3, b=2))
+
+
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("choices", [1, 2, 8])
 def test_uneven_routing_of_one_token_a_rank(route: str, choices: int) -> None:
@@ -202,9 +245,6 @@ def test_uneven_routing_of_one_token_a_rank(route: str, choices: int) -> None:
 def test_nothing_is_owed_over_an_axis_that_carries() -> None:
     forward, backward = mixture((4,), 4, 2).cases(torch.zeros(4, 3, dtype=torch.float64))
     for case in (forward, backward):
-        from autopar.ir.program import op_call
-        from tests.ops.execution import as_node
-
         call = op_call(as_node(case, case.whole())[0])
         rule, mesh = rule_of(call), Mesh.of(a=2)
         for i, labels in enumerate(rule.results):
@@ -214,9 +254,6 @@ def test_nothing_is_owed_over_an_axis_that_carries() -> None:
 
 def test_work_is_priced_by_the_rows_of_one_expert() -> None:
     """An expert that has the rows of all ranks has as many as on one rank; where tokens alone are cut, each has a share."""
-    from autopar.ir.program import op_call
-    from tests.ops.execution import as_node
-
     for case in mixture((32,), 4, 2).cases(torch.zeros(32, 3, dtype=torch.float64)):
         call = op_call(as_node(case, case.whole())[0])
         dims, mesh, rule = find(call.op).dims, Mesh.of(a=2), rule_of(call)  # type: ignore[union-attr]

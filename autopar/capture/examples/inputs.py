@@ -17,7 +17,8 @@ from autopar.capture.examples.trees import flatten
 from autopar.errors import InputError
 from autopar.runtime.data.origin import package_of
 
-LossFunction = Callable[..., torch.Tensor]
+LossFunction = Callable[..., torch.Tensor | tuple[torch.Tensor, Any]]
+"""A loss alone, or the loss and what a step is to give beside it, of the output and the targets."""
 MANY = 1 << 30
 """A loss with *args may take this many targets."""
 FORGOT = "; did you forget loss_fn=? Without it every entry is an argument of forward"

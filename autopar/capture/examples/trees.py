@@ -51,6 +51,35 @@ def flatten(value: Any) -> tuple[list[torch.Tensor], list[str], Any]:
     return leaves, names, visit(value, "")
 
 
+def tensors_of_extras(value: Any) -> tuple[list[torch.Tensor], Any]:
+    """(tensor leaves, structure) of what loss_fn returned beside the loss, None being nothing. Raises InputError for anything but
+    tensors in tuples, lists and dicts."""
+    if value is None:
+        return [], None
+    leaves, _, structure = flatten(value)
+    _check_extras(structure, "[1]")
+    if not leaves:
+        raise InputError(f"loss_fn returned {value!r} beside the loss, which holds no tensor; return the loss alone")
+    return leaves, structure
+
+
+def _check_extras(structure: Any, path: str) -> None:
+    if isinstance(structure, Leaf):
+        return
+    if type(structure) is dict and all(isinstance(key, (str, int)) for key in structure):
+        items = list(structure.items())
+    elif type(structure) in (tuple, list):
+        items = list(enumerate(structure))
+    else:
+        what = f"a {structure.cls.__name__}" if isinstance(structure, _Made) else f"{structure!r}"
+        raise InputError(
+            f"loss_fn(…){path} is {what}: beside the loss a step gives tensors, in tuples, lists and dicts; pick the tensors, "
+            'as in return loss, {"logits": out.logits}'
+        )
+    for key, item in items:
+        _check_extras(item, f"{path}[{key!r}]")
+
+
 def rebuild(structure: Any, leaves: list[Any]) -> Any:
     """Inverse of `flatten`."""
     if isinstance(structure, Leaf):

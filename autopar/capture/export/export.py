@@ -20,7 +20,7 @@ from autopar.capture.before.changed import check_changes, kept
 from autopar.capture.before.op_trace import Recorded, compute_the_same
 from autopar.capture.before.state import Change, State, state_of
 from autopar.capture.before.unsupported_state import check_inputs, check_model, check_written_buffers, shared_memory
-from autopar.capture.examples.trees import flatten, rebuild
+from autopar.capture.examples.trees import flatten, rebuild, tensors_of_extras
 from autopar.capture.explain import dynamic, dynamic_node, explain, first_line, quiet, user_frame
 from autopar.capture.export.fake import fake_like, faked
 from autopar.capture.export.functional import check_writes, functional, traced_step
@@ -43,12 +43,13 @@ from autopar.ops.integers import expect
 @dataclass
 class _Seen:
     """The facts that a run of the step tells beside its outputs, as far as it came. changes: of Python state. conditions:
-    values under which the step is the example's, and lines that ask. structure: of outputs. reached: parameters that the loss
-    depends on."""
+    values under which the step is the example's, and lines that ask. structure: of outputs, of a training step those beside the
+    loss (extras: so many). reached: parameters that the loss depends on."""
 
     changes: list[Change] = field(default_factory=list)
     training: bool = False
     structure: Any = None
+    extras: int = 0
     no_loss: NoLoss | None = None
     reached: frozenset[str] = frozenset()
     conditions: list[tuple[bool, str]] = field(default_factory=list)
@@ -58,9 +59,16 @@ class _Step(nn.Module):
     """The user's model and loss as one module over flat tensor leaves."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: Any, structure: Any, names: Sequence[str], targets: int, pieces: int
+        self,
+        model: nn.Module,
+        loss_fn: Any,
+        structure: Any,
+        names: Sequence[str],
+        targets: int,
+        pieces: int,
+        to_train: bool,
     ) -> None:
-        """names: of the leaves."""
+        """names: of the leaves. to_train: see `capture_program`."""
         super().__init__()
         self.owned: dict[int, str] | None = memory_of(model)
         self.model = model
@@ -69,6 +77,7 @@ class _Step(nn.Module):
         self.names = [str(name) for name in names]
         self.targets = targets
         self.pieces = pieces
+        self.to_train = to_train
         self.seen = _Seen()
         self.decisions: Decisions | None = None
 
@@ -87,7 +96,7 @@ class _Step(nn.Module):
         with watched(self.model, self.owned, dict(zip(self.names, leaves, strict=True))) as watch:
             with _assigned_buffers_written(self.model):
                 out = self.model(*args, **kwargs)
-            loss = own_loss(out) if self.loss_fn is None else self.loss_fn(out, *targets)
+            loss, extras = loss_and_extras(out, self.loss_fn, targets, self.to_train)
         self.seen.changes = state.changes()
         self.seen.training = self.loss_fn is not None or (loss is not None and loss.requires_grad)
         if not self.seen.training:
@@ -99,14 +108,28 @@ class _Step(nn.Module):
             self.seen.structure, self.seen.no_loss = structure, NoLoss.of(out)
             return tuple(tensors), watch.held
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise InputError(f"loss_fn must return a scalar tensor, it returned {_describe(loss)}")
+            raise InputError(
+                f"loss_fn must return a scalar tensor, or (scalar, what the step is to give beside it), it returned "
+                f"{_describe(loss)}"
+            )
         if loss.is_complex():
             raise InputError(f"the loss is complex ({loss.dtype}); take its real part or its magnitude")
         self.seen.reached = parameters_reached(loss, self)
-        return (self._piece(loss),), watch.held
+        beside, self.seen.structure = tensors_of_extras(extras)
+        self.seen.extras = len(beside)
+        return (self._piece(loss), *(tensor.detach() for tensor in beside)), watch.held
 
     def _piece(self, loss: torch.Tensor) -> torch.Tensor:
         return loss.reshape(()) / self.pieces if self.pieces > 1 else loss.reshape(())
+
+
+def loss_and_extras(out: Any, loss_fn: Any, targets: Sequence[Any], to_train: bool) -> tuple[Any, Any]:
+    """The loss of what a model returned, if there is one, and what loss_fn gave beside it. to_train: see `capture_program`."""
+    if loss_fn is None:
+        return own_loss(out, to_train), None
+    given = loss_fn(out, *targets)
+    is_pair = isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], torch.Tensor)
+    return given if is_pair and given[0].numel() == 1 else (given, None)
 
 
 def _run_example(step: nn.Module, leaves: Sequence[torch.Tensor], decisions: Decisions) -> None:
@@ -168,11 +191,14 @@ def export_step(
     pieces: int = 1,
     as_example: bool = False,
     guards: bool = True,
+    to_train: bool = False,
 ) -> Exported:
     """Capture one step; the loss is divided by `pieces`. as_example: branches on data go the example's way. guards: see
-    Options. Raises CaptureError, InputError."""
+    Options; to_train: see `capture_program`. Raises CaptureError, InputError."""
     check_outside()
-    export = functools.partial(_export_step, model, inputs, loss_fn, targets, mode, pieces, as_example, guards)
+    export = functools.partial(
+        _export_step, model, inputs, loss_fn, targets, mode, pieces, as_example, guards, to_train
+    )
     with classes_named(model), known_forwards(model) as uses:
         first = not as_example  # what a compiled model leaves out would become guards there
         try:
@@ -196,12 +222,13 @@ def _export_step(
     pieces: int,
     as_example: bool,
     guards: bool,
+    to_train: bool,
 ) -> Exported:
     leaves, names, structure = flatten(inputs)
     check_inputs(leaves, names)
     check_model(model, loss_fn)
     fakes = [fake_like(t.detach(), mode) for t in leaves]
-    step = _Step(model, loss_fn, structure, names, targets, pieces)
+    step = _Step(model, loss_fn, structure, names, targets, pieces, to_train)
     seen = step.seen
     step.training = model.training
     if as_example:
@@ -267,6 +294,7 @@ def _export_step(
         {_strip(k): _strip(v) for k, v in first.items()},
         tuple(n.name for n in outputs if guards or n.name not in conditions),
         no_loss=seen.no_loss,
+        extras=seen.extras,
     )
 
 

@@ -1,7 +1,8 @@
 """Outputs of a model that could be its loss, as one writes them: `out[1]`, `out["loss"]`, `out.loss`.
 
-A model is trained on the scalar that it returns, on `.loss`, or on what loss_fn makes of its output. One that was meant to be
-trained and returns something else is told which of its outputs to name.
+A model is trained on the scalar that it returns, on `.loss`, on what loss_fn makes of its output, or, where it is meant to be
+trained, on the only scalar with a gradient in a tuple, list or dict. One that returns something else is told which of its
+outputs to name.
 """
 
 from __future__ import annotations
@@ -25,24 +26,34 @@ class ScalarOutput:
     has_grad: bool
 
 
-def own_loss(out: Any) -> torch.Tensor | None:
-    """The loss that a model is trained on where no loss_fn is given, if it returned one."""
+def own_loss(out: Any, among_others: bool) -> torch.Tensor | None:
+    """The loss that a model is trained on where no loss_fn is given, if it returned one. among_others: it may be the only scalar
+    with a gradient in a tuple, list or dict that calls nothing a loss."""
     if isinstance(out, torch.Tensor):
         return out if out.ndim == 0 and out.is_floating_point() else None
     loss = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
-    return loss if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
+    if isinstance(loss, torch.Tensor):
+        return loss if loss.numel() == 1 else None
+    if not among_others or not isinstance(out, (tuple, list, dict)) or _calls_something_a_loss(out):
+        return None
+    scalars = [tensor for _, tensor in _scalars(out, "out") if tensor.ndim == 0 and tensor.requires_grad]
+    return scalars[0] if len(scalars) == 1 else None
+
+
+def _calls_something_a_loss(out: Any) -> bool:
+    return hasattr(out, "loss") or (isinstance(out, dict) and "loss" in out)
 
 
 def scalar_outputs(out: Any, path: str = "out") -> tuple[ScalarOutput, ...]:
     """The scalars in an output, what is called a loss first."""
-    found = tuple(_scalars(out, path))
+    found = (ScalarOutput(place, tensor.requires_grad) for place, tensor in _scalars(out, path))
     return tuple(sorted(found, key=lambda one: "loss" not in one.path.lower()))
 
 
-def _scalars(value: Any, path: str) -> Iterator[ScalarOutput]:
+def _scalars(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         if value.numel() == 1 and value.is_floating_point():
-            yield ScalarOutput(path, value.requires_grad)
+            yield path, value
         return
     for part, item in _parts(value):
         yield from _scalars(item, path + part)
@@ -89,7 +100,7 @@ class NoLoss:
         else:
             how = "let it return a scalar, or pass loss_fn(output, *targets), such as torch.nn.functional.cross_entropy"
         return InputError(
-            f"{' and '.join(asked)}: that is for training, and there is no loss. A model is trained on the scalar it returns "
-            f"or on `.loss` of what it returns; this one returned {self.returned}; {how}. To compile it for inference "
-            f"leave {'that' if len(asked) == 1 else 'these'} out"
+            f"{' and '.join(asked)}: that is for training, and there is no loss. A model is trained on the scalar it "
+            f"returns, on `.loss` of what it returns, or on the only scalar with a gradient in it; this one returned "
+            f"{self.returned}; {how}. To compile it for inference leave {'that' if len(asked) == 1 else 'these'} out"
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .calls import Handle
 from .comm import Comm
-from .mesh import Shares
+from .mesh import Shares, interval
 
 
 class Along:
@@ -28,6 +28,15 @@ class Along:
         self.size, self.index = comm.axis_size(axis), comm.axis_index(axis)
         self.uneven = isinstance(comm.mesh[axis], Shares)
         self.inner: Along | None = Along(comm, *inner) if inner else None
+
+    def lengths(self, size: int) -> tuple[int, ...]:
+        """How much each rank along the axis holds of a dim of this size that no other axis cuts."""
+        blocks = (interval(size, (self.axis,), self._comm.mesh, {self.axis: rank}) for rank in range(self.size))
+        return tuple(block[1] - block[0] for block in blocks if block is not None)
+
+    def start(self, size: int) -> int:
+        """Where what this rank holds of a dim of this size begins, that no other axis cuts."""
+        return self._comm.block_start(size, self.axis)
 
     def start_shift(self, x: Tensor, by: int = 1) -> Handle[Tensor]:
         """The x of the rank `by` places before this one, round and round."""

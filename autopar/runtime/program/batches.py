@@ -12,6 +12,7 @@ import sys
 import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -23,11 +24,14 @@ from ..data.fields import Length, kept
 from ..data.schema import MOST_SIZE, choice, did_you_mean, integer
 from ..errors import RuntimeProgramError
 from .layout import dtype_of
+from .rows import DataShard
 
 SPARSE = kept(sparse=True)
 DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype))
 
 
+GIVEN = ("shard", "start", "epoch")
+"""The arguments that a data function may have."""
 _BINDS_UNSEEN = re.compile(r"import\s*\*|\b(globals|locals|vars|exec)\(|__getattr__|setattr|\bglobal\b")
 """Ways in which a module comes by names that are not written in it."""
 
@@ -47,6 +51,21 @@ def leaves(batch: Any, names: Sequence[str]) -> list[Tensor]:
             f"{', '.join(names)}" + (f"; missing {', '.join(missing)}" if isinstance(batch, Mapping) else "")
         )
     return list(tensors.values())
+
+
+def own_leaves(batch: Any, names: Sequence[str], taken: Sequence[str]) -> list[Tensor]:
+    """The tensors of the inputs that a rank takes, of a batch of its rows alone: built like the example inputs, where what it
+    does not take may be missing, None, or anything. names: of all inputs. Raises RuntimeProgramError when tensors are missing."""
+    tensors = dict(_named(batch, ""))
+    if all(name in tensors for name in taken):
+        return [tensors[name] for name in taken]
+    if len(tensors) == len(names) and not isinstance(batch, Mapping):
+        by_place = dict(zip(names, tensors.values(), strict=True))
+        return [by_place[name] for name in taken]
+    raise RuntimeProgramError(
+        f"a batch of this rank's rows has {', '.join(tensors) or 'no tensors'}; it takes {', '.join(taken)}: missing "
+        f"{', '.join(name for name in taken if name not in tensors)}"
+    )
 
 
 def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -131,45 +150,78 @@ def _parts(source: str) -> tuple[str, str]:
     return where, name
 
 
+class DataFunction:
+    """A data function, `MODULE_OR_FILE:FUNCTION`. takes: the arguments of `GIVEN` that it has.
+
+    shard: a `DataShard`, and then its batches have the rows of that shard alone. start: global batches that were taken before,
+    and then it begins there; a function without it is iterated past them. epoch: how often it was called before.
+    """
+
+    def __init__(self, source: str) -> None:
+        """Imports its file. Raises RuntimeProgramError where it is not there, or takes other arguments."""
+        where, name = _parts(source)
+        try:
+            file = where.endswith(".py")
+            own_name = f"autopar_data_{Path(where).stem}"
+            module = module_of(Path(where), own_name) if file else importlib.import_module(where)
+        except ModuleNotFoundError as error:
+            raise RuntimeProgramError(f"--data {source!r}: {error}; is its folder on PYTHONPATH?") from error
+        function: Callable[..., Iterable[Any]] | None = getattr(module, name, None)
+        if function is None:
+            raise RuntimeProgramError(f"--data {source!r}: {where} has no function {name!r}")
+        self.source, self._function, self.takes = source, function, _arguments(source, function)
+
+    def batches(self, first_step: int = 0, shard: DataShard | None = None) -> Iterator[Any]:
+        """Its batches, called again when they run out, from first_step on. shard: of this rank, where it takes one; on a rank
+        that takes no rows it is not called, and batches are None."""
+        own = shard if "shard" in self.takes else None
+        if own is not None and not own.rows:
+            yield from repeat(None)
+        step, epoch = first_step if "start" in self.takes else 0, 0
+        while True:
+            before, values = step, {"shard": own, "start": step, "epoch": epoch}
+            for batch in _started(self.source, self._function(**{name: values[name] for name in self.takes})):
+                if step >= first_step:
+                    yield batch
+                step += 1
+            epoch += 1
+            if step == before:
+                ended = f"ended after {step} batches" if step else "gave no batch"
+                raise RuntimeProgramError(
+                    f"--data {self.source!r} {ended}: it is called again when its batches run out, so let it return a new list "
+                    "or generator each time"
+                )
+
+
 def user_batches(source: str, first_step: int = 0) -> Iterator[Any]:
-    """Global batches of `MODULE_OR_FILE:FUNCTION`, called again when they run out; skips to first_step."""
-    where, name = _parts(source)
-    try:
-        file = where.endswith(".py")
-        module = module_of(Path(where), f"autopar_data_{Path(where).stem}") if file else importlib.import_module(where)
-    except ModuleNotFoundError as error:
-        raise RuntimeProgramError(f"--data {source!r}: {error}; is its folder on PYTHONPATH?") from error
-    function: Callable[[], Iterable[Any]] | None = getattr(module, name, None)
-    if function is None:
-        raise RuntimeProgramError(f"--data {source!r}: {where} has no function {name!r}")
-    _check_callable(source, function)
-    step = 0
-    while True:
-        before = step
-        for batch in _started(source, function()):
-            if step >= first_step:
-                yield batch
-            step += 1
-        if step == before:
-            ended = f"ended after {step} batches" if step else "gave no batch"
-            raise RuntimeProgramError(
-                f"--data {source!r} {ended}: it is called again when its batches run out, so let it return a new list or "
-                "generator each time"
-            )
+    """Global batches of a data function, from first_step on."""
+    yield from DataFunction(source).batches(first_step)
 
 
-def _check_callable(source: str, function: Any) -> None:
-    """Raises RuntimeProgramError for what cannot be called without arguments."""
+def _arguments(source: str, function: Any) -> tuple[str, ...]:
+    """The arguments of `GIVEN` that a function takes. Raises RuntimeProgramError for what cannot be called with these alone."""
     if not callable(function):
         raise RuntimeProgramError(
             f"--data {source!r} is {type(function).__name__}, no function; name one that returns batches"
         )
     try:
-        inspect.signature(function).bind()
-    except TypeError as error:
-        raise RuntimeProgramError(f"--data {source!r} is called without arguments: {error}") from error
+        signature = inspect.signature(function)
     except ValueError:
-        return  # a function without a signature
+        return ()  # a function without a signature
+    named = {n for n, p in signature.parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes = tuple(name for name in GIVEN if name in named)
+    try:
+        signature.bind(**dict.fromkeys(takes))
+    except TypeError as error:
+        raise RuntimeProgramError(
+            f"--data {source!r} is called without arguments, or with those of {', '.join(GIVEN)} that it has: {error}"
+        ) from error
+    if {"start", "epoch"} <= {*takes}:
+        raise RuntimeProgramError(
+            f"--data {source!r} takes start and epoch, but how many epochs there were before a batch the function alone knows; "
+            "let it count them from start"
+        )
+    return takes
 
 
 def _started(source: str, batches: Any) -> Iterator[Any]:

@@ -74,11 +74,11 @@ def gather_full(x: Tensor, spec: SpecDims, comm: Comm, site: str = "", shape: Se
     if len(spec) > x.dim():
         x = run_step(comm, comm.all_gather(x, 0, spec[-1], site=site), _unflatten(shape, spec, comm))
     for dim, axes in enumerate(spec[: x.dim()]):
-        x = _gather_dim(x, dim, axes, comm, site, shape[dim] if shape else None)
+        x = gather_dim(x, dim, axes, comm, site, shape[dim] if shape else None)
     return x
 
 
-def _gather_dim(x: Tensor, dim: int, axes: tuple[str, ...], comm: Comm, site: str, size: int | None) -> Tensor:
+def gather_dim(x: Tensor, dim: int, axes: tuple[str, ...], comm: Comm, site: str, size: int | None) -> Tensor:
     """The whole dim, which has this size: of axes along which ranks hold unequal blocks, one after the other."""
     if not cut_by_shares((axes,), comm.mesh):
         return comm.all_gather(x, dim, axes, site=site)
@@ -130,6 +130,7 @@ class TensorInfo:
         self.narrow = dtype or dtype_of(row["narrow"]) if "narrow" in row else None
         self.index = int(row.get("index", 0))
         self.batch_dim: int | None = row.get("batch_dim")
+        self.row_axes: tuple[str, ...] = tuple(row.get("row_axes", ()))
         self.join: tuple[str, int, int] = tuple(row.get("join", ("same", 0, 1)))
 
     @property

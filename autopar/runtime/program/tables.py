@@ -14,6 +14,7 @@ from ..gradients.compression import CODECS
 from ..gradients.grads import GradEntry
 from ..guards import InputLike, InputRange
 from .actions import Action, parse_row
+from .extras import Extras
 from .layout import TensorInfo, dtype_of, spec_dims
 from .order import Transfer
 from .transfer import Placed
@@ -93,10 +94,13 @@ class Pipeline:
             BoundaryTensor(Transfer(n, row["name"], row["kind"], row["source"], row["target"]), row, dtype)
             for n, row in enumerate(pipeline.TRANSFERS)
         ]
-        self.most_units = int(getattr(pipeline, "MOST_UNITS", 0))
+        self._written = [dict(mesh) for mesh, _ in self.meshes]
+        self.most_units: tuple[int, ...] = tuple(getattr(pipeline, "MOST_UNITS", ()))
+        self.busy_s: tuple[float, ...] = tuple(getattr(pipeline, "BUSY_S", ()))
         self.has_room = bool(getattr(pipeline, "HAS_ROOM", False))
         self.in_order = bool(getattr(pipeline, "IN_ORDER", False))
         self.conditions: Conditions = getattr(pipeline, "CONDITIONS", {})
+        self.extras: Extras | None = getattr(pipeline, "EXTRAS", None)
         self.shared = {name: tuple(holders) for name, holders in pipeline.SHARED.items()}
         self.groups = [tuple(group) for group in pipeline.GROUPS]
         self.nodes = [tuple(ranks) for ranks in getattr(pipeline, "NODES", ())]
@@ -110,7 +114,7 @@ class Pipeline:
         """A stage's tables."""
         if stage not in self._tables:
             module = self._modules(stage) if callable(self._modules) else self._modules[stage]
-            self._tables[stage] = StageTables(stage, module, self.meshes[stage][0], self.dtype)
+            self._tables[stage] = StageTables(stage, module, self._written[stage], self.dtype)
             self._check_ends(stage, module)
         return self._tables[stage]
 

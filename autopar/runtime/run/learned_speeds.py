@@ -1,8 +1,9 @@
 """The speeds of machines that a run measured, kept in its directory: `learned.json`.
 
 Ranks whose rows move (`step/rebalance.py`) tell each other how fast they are. Rank 0 writes that down by machine, with the shares
-that followed and every move. The next start of the run takes its shares from there before its first step, on whatever machines
-it finds: of those that it does not know, ranks are taken to be as fast as the median.
+that followed and every move. Speeds are told by what was predicted of a rank's stages, so that they hold for any others. The next
+start of the run takes its shares from there before its first step, on whatever machines it finds: of those that it does not know,
+ranks are taken to be as fast as the median.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..data.datafile import read_json
 from ..data.fields import Length, Seconds, form_of, from_data, to_data
 from ..data.schema import MOST_RANKS, SchemaError, optional
 from ..data.whole_files import replace_file
-from ..step.rebalance import Count, Move, Rebalancer, show
+from ..step.rebalance import Count, Move, Rebalancer, show, show_stages
 from .train_loop import Listener, Loop, tell
 
 LEARNED = "learned.json"
@@ -28,19 +29,30 @@ BySpeed = Mapping[str, Annotated[tuple[Seconds, ...], Length(most=MOST_RANKS)]]
 
 
 @dataclass(frozen=True)
-class Learned:
-    """machines: by name, seconds that each of its ranks would take for all rows of a step alone; axis, shares: along which rows
-    move, and the units by place; moves: the last ones."""
+class SharedRows:
+    """axis, shares: along which rows move, and the units by place; stages: whose rows they are, where there are several."""
 
     axis: str
     shares: tuple[Count, ...]
+    stages: tuple[Count, ...] = ()
+
+    def __str__(self) -> str:
+        return f"rows{show_stages(self.stages)} are shared {show(self.shares)} along {self.axis}"
+
+
+@dataclass(frozen=True)
+class Learned:
+    """rows: by group of ranks; machines: by name, how many times as long as predicted each of its ranks takes (0: its rows do not
+    move); moves: the last ones."""
+
+    rows: tuple[SharedRows, ...]
     machines: BySpeed
     moves: tuple[Move, ...] = ()
 
     def text(self) -> str:
         """The file in the words of `autopar-doctor`."""
-        fastest = min((s for own in self.machines.values() for s in own), default=1.0) or 1.0
-        lines = [f"rows are shared {show(self.shares)} along {self.axis}"]
+        fastest = min((s for own in self.machines.values() for s in own if s), default=1.0)
+        lines = list(map(str, self.rows))
         for name, own in self.machines.items():
             speeds = ", ".join(f"{fastest / s:.2f}" if s else "-" for s in own[:16])
             lines.append(f"  {name}: {speeds}{', …' if len(own) > 16 else ''} of the fastest rank's speed")
@@ -55,15 +67,16 @@ def read_learned(root: Path) -> Learned | None:
         return None
 
 
-def seconds_of(learned: BySpeed, machines: Sequence[str]) -> list[float]:
-    """Seconds of every rank by what is known of its machine. machines: by rank."""
-    usual_s = statistics.median(s for own in learned.values() for s in own)
-    seconds, met = [], dict.fromkeys(machines, 0)
+def slowness_of(learned: BySpeed, machines: Sequence[str]) -> list[float]:
+    """How many times as long as predicted every rank takes, by what is known of its machine. machines: by rank."""
+    known = {name: own for name, own in learned.items() if any(own)}
+    usual = statistics.median(s for own in known.values() for s in own if s)
+    slowness, met = [], dict.fromkeys(machines, 0)
     for name in machines:
-        own = learned.get(name) or (usual_s,)
-        seconds.append(own[met[name]] if met[name] < len(own) else max(own))
+        own = known.get(name, (usual,))
+        slowness.append((own[met[name]] if met[name] < len(own) else max(own)) or usual)
         met[name] += 1
-    return seconds
+    return slowness
 
 
 class LearnedSpeeds(Listener):
@@ -76,12 +89,13 @@ class LearnedSpeeds(Listener):
         (data, *_) = comm.share(self._read() if comm.rank == 0 else None, optional(form_of(Learned).read))
         self._before = data.moves if data is not None else ()
         self._known = dict(data.machines) if data is not None else {}
-        if any(self._known.values()):
-            said = own.consider(loop.step, seconds_of(self._known, machines), 1)
-            tell(
-                comm,
-                f"{said} ({LEARNED})" if said else f"rows are shared {show(own.units)} along {own.axis} ({LEARNED})",
-            )
+        if any(any(known) for known in self._known.values()):
+            slowness, alone_s = slowness_of(self._known, machines), [0.0] * len(machines)
+            for rows in own.rows:
+                for rank in rows.ranks:
+                    alone_s[rank] = slowness[rank] * rows.predicted_s
+            said = own.consider(loop.step, alone_s, 1) or "\n".join(map(str, _shared(own)))
+            tell(comm, f"{said} ({LEARNED})")
         self._written = own.alone_s
 
     def on_loss(self, loop: Loop, done: Any) -> bool:
@@ -104,11 +118,17 @@ class LearnedSpeeds(Listener):
 
     def _write(self) -> None:
         own, now = self._own, dict[str, list[float]]()
-        for name, seconds in zip(self._machines, own.alone_s, strict=True):
-            now.setdefault(name, []).append(seconds)
+        predicted_s = {rank: rows.predicted_s for rows in own.rows for rank in rows.ranks}
+        for rank, (name, seconds) in enumerate(zip(self._machines, own.alone_s, strict=True)):
+            now.setdefault(name, []).append(seconds / predicted_s[rank] if seconds else 0.0)
         machines = {**self._known, **{name: tuple(seconds) for name, seconds in now.items()}}
-        data = Learned(own.axis, own.units, machines, (*self._before, *own.moves)[-KEPT_MOVES:])
+        data = Learned(_shared(own), machines, (*self._before, *own.moves)[-KEPT_MOVES:])
         try:
             replace_file(self._root / LEARNED, (json.dumps(to_data(data), indent=1) + "\n").encode())
         except OSError as error:
             print(f"{self._root / LEARNED}: {error.strerror or error}", file=sys.stderr, flush=True)
+
+
+def _shared(own: Rebalancer) -> tuple[SharedRows, ...]:
+    """How rows are shared now."""
+    return tuple(SharedRows(rows.axis, rows.units, rows.stages) for rows in own.rows)

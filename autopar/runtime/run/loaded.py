@@ -23,10 +23,12 @@ from ..comm.environment import LaunchError, machine_name, started
 from ..comm.process import TorchComm
 from ..compiled.inductor import keep_beside
 from ..data.state_names import of_model, of_program
+from ..errors import RuntimeProgramError
 from ..memory.heap import keep_freed_memory
-from ..program.batches import leaves, module_of
+from ..program.batches import leaves, module_of, own_leaves
 from ..program.manifest import Manifest
-from ..program.tables import world_mesh
+from ..program.rows import DataShard, data_shards
+from ..program.tables import Pipeline, world_mesh
 from ..program.worlds import manifest_for, started_ranks
 from ..step.session import Session
 from ..update.update_rule import UpdateRule
@@ -39,28 +41,67 @@ _LOADED = itertools.count()
 
 
 class LoadedProgram:
-    """An emitted program inside a torchrun process: call it with a global batch for one step."""
+    """An emitted program inside a torchrun process: call it with a batch for one step. own_rows: batches have this rank's rows
+    alone, and not all of the global batch."""
 
-    def __init__(self, manifest: Manifest, session: Session, store: dist.Store | None = None) -> None:
+    def __init__(
+        self, manifest: Manifest, session: Session, store: dist.Store | None = None, own_rows: bool = False
+    ) -> None:
         """store: of this round's workers, where this program made the process group."""
         self.manifest = manifest
         self.session = session
         self.store = store
+        self.own_rows = own_rows
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
-        """One step on a global batch: `program(x, y)`, `program((x, y))`, `program(input_ids=…)` or `program({…})`.
+        """One step on a batch: `program(x, y)`, `program((x, y))`, `program(input_ids=…)` or `program({…})`.
 
-        Training: this step's loss. Inference: the output, or the tuple of outputs.
+        Training: this step's loss, or (loss, extras), nested as loss_fn returned it, where there are any. Inference: the output,
+        or the tuple of outputs.
         """
-        tensors = self.leaves(given(batch, named))
+        return self._step(batch, named, self.own_rows)
+
+    def local(self, *batch: Any, **named: Any) -> Any:
+        """One step on a batch of which this rank has its own rows alone (`shard.indices`, in that order). What the rank does
+        not take may be missing or None; all ranks call it for the same step."""
+        return self._step(batch, named, True)
+
+    def _step(self, batch: tuple[Any, ...], named: Mapping[str, Any], own_rows: bool) -> Any:
+        tensors = self._leaves(given(batch, named), own_rows)
         if self.session.training:
-            return self.session.train_step(tensors)
-        outputs = self.session.forward(tensors)
+            loss = self.session.train_step(tensors, own_rows=own_rows)
+            return loss if self.session.extras is None else (loss, self.session.extras)
+        outputs = self.session.forward(tensors, own_rows=own_rows)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def leaves(self, batch: Any) -> list[torch.Tensor]:
-        """The tensors of a global batch, in the order of the program's inputs. Raises RuntimeProgramError."""
-        return leaves(batch, [str(i) if row.name is None else row.name for i, row in enumerate(self.manifest.inputs)])
+        """The tensors of a batch, in the order of the program's inputs; of own rows those that this rank takes. Raises
+        RuntimeProgramError."""
+        return self._leaves(batch, self.own_rows)
+
+    def _leaves(self, batch: Any, own_rows: bool) -> list[torch.Tensor]:
+        names = [str(i) if row.name is None else row.name for i, row in enumerate(self.manifest.inputs)]
+        return (
+            own_leaves(batch, names, [names[i] for i in self.session.own_rows.taken])
+            if own_rows
+            else leaves(batch, names)
+        )
+
+    def shapes(self, batch: Any) -> list[tuple[torch.Size, torch.dtype]]:
+        """Shapes and dtypes of the global batch that a batch is, or that it has rows of in the last step's form."""
+        if self.own_rows:
+            return [(torch.Size(like.shape), like.dtypes[0]) for like in self.session.last_inputs]
+        return [(leaf.shape, leaf.dtype) for leaf in self.leaves(batch)]
+
+    @property
+    def shard(self) -> DataShard:
+        """The rows of every global batch that this rank computes with."""
+        return self.local_rows(self.session.comm.rank)
+
+    def local_rows(self, rank: int) -> DataShard:
+        """The rows of every global batch that a rank of the program computes with. Raises RuntimeProgramError."""
+        pipelines = [form.pipeline for form in self.session.forms]
+        return data_shards(pipelines[0], pipelines[1:])[rank]
 
     @property
     def step(self) -> int:
@@ -108,6 +149,7 @@ def load(
     tier_directory: str | Path | None = None,
     compiler: str | None = None,
     rebalance: bool = False,
+    rows: str = "global",
     met: tuple[dist.Store, int] | None = None,
     update: UpdateRule | None = None,
 ) -> LoadedProgram:
@@ -118,11 +160,14 @@ def load(
     safetensors, else from those emitted with the program; without either they are uninitialized until load_state_dict or
     resume. tier_directory: for the files of what rests in the memory tier "nvme" (default: that of temporary files).
     compiler: "auto", "none" or "inductor", instead of what the program was compiled with; rebalance: move rows to faster
-    ranks, as Options(rebalance=True) says. An optimizer that is not of torch.optim
+    ranks, as Options(rebalance=True) says; rows: "global", where each rank is given all of every batch, or "local", where it
+    is given its own rows alone (`LoadedProgram.shard`). An optimizer that is not of torch.optim
     comes from a module that run.py or the calling script imports (manifest.py). met: where this round's workers have met already
     (`meeting.joined`). update: how parameters follow from gradients, instead of what the manifest names. Raises
     RuntimeProgramError, and WrongWorldSize before any process group is made.
     """
+    if rows not in ("global", "local"):
+        raise RuntimeProgramError(f"load: rows is 'global' or 'local', not {rows!r}")
     if isinstance(directory, Manifest):
         manifest = directory
     elif dist.is_initialized():
@@ -166,7 +211,16 @@ def load(
         from ..checkpoint.weights import load_weights  # its import takes most of a second
 
         load_weights(source, session, manifest)
-    return LoadedProgram(manifest, session, store)
+    return LoadedProgram(manifest, session, store, rows == "local")
+
+
+def local_rows(directory: str | Path, ranks: int | None = None) -> tuple[DataShard, ...]:
+    """The rows of every rank of an emitted program, without running it: of the one for so many ranks (default: those that it was
+    compiled for). Raises RuntimeProgramError."""
+    manifest = Manifest.read(directory) if ranks is None else manifest_for(directory, ranks)
+    own = with_stages(manifest.directory, manifest.directory, manifest.load_pipeline())
+    buckets = [with_stages(manifest.directory, folder, bucket) for folder, bucket in manifest.load_buckets()]
+    return data_shards(Pipeline(*own), [Pipeline(*bucket) for bucket in buckets])
 
 
 def with_stages(home: Path, folder: Path, pipeline: ModuleType) -> tuple[ModuleType, Callable[[int], ModuleType]]:

@@ -88,9 +88,11 @@ class Metrics(Listener):
         if not self._sinks:
             return False
         with self._comm.excused(f"reporting step {done.step}"):
-            seconds, waited_s, batch = done.seconds, self._waited(), loop.program.leaves(done.batch)
-            counts = [tokens_of_shape(t.shape, str(t.dtype).removeprefix("torch.")) for t in batch]
-            full = self._entries == sum(t.numel() for t in batch)  # of a smaller bucket the work is not known
+            seconds, waited_s, batch = done.seconds, self._waited(), loop.program.shapes(done.batch)
+            counts = [tokens_of_shape(shape, str(dtype).removeprefix("torch.")) for shape, dtype in batch]
+            full = self._entries == sum(
+                shape.numel() for shape, _ in batch
+            )  # of a smaller bucket the work is not known
             record = StepMetrics(
                 done.step,
                 time.time(),

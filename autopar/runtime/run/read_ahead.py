@@ -1,5 +1,5 @@
-"""Batches that are read while the step before theirs runs, where kernels queue behind the host; else each in its turn, as a
-thread would take processors, and Python's lock, from the step.
+"""Batches that are read while the step before theirs runs, where kernels queue behind the host or a rank reads its own rows; else
+each in its turn, as a thread would take processors, and Python's lock, from the step.
 
 One thread calls the data function and copies what the rank needs of a batch (ready.py). It goes on to the next batch once the
 step has begun and looks at the data function's memory no more, and never further than it is told. So no batch is taken that no
@@ -37,7 +37,8 @@ class InTurn:
 
 
 class ReadAhead:
-    """Batches of an iterator that lives in a thread."""
+    """Batches of an iterator that lives in a thread. waits: batches that were not there when their step began, though they could
+    have been read behind the one before."""
 
     def __init__(
         self, batches: Callable[[], Iterator[Any]], prepare: Callable[[Any], Ready | None], comm: Comm
@@ -46,7 +47,7 @@ class ReadAhead:
         self._batches, self._prepare, self._comm = batches, prepare, comm
         self._asked = SimpleQueue[bool]()
         self._outcomes = SimpleQueue[tuple[Any, Ready | None, BaseException | None]]()
-        self._under_way = False
+        self._under_way, self.waits = False, 0
         self._thread = threading.Thread(target=self._run, name="autopar batches", daemon=True)
         self._thread.start()
 
@@ -54,6 +55,8 @@ class ReadAhead:
         """The next batch. more: a step follows, whose batch is read as soon as nobody looks at the memory of this one."""
         if not self._under_way:
             self._ask()
+        elif self._outcomes.empty():
+            self.waits += 1
         with self._awaited():
             batch, ready, error = self._outcomes.get()
         self._under_way = False

@@ -1,10 +1,11 @@
 """Does a rank compute what another one computes from the same data? What a faulty device gets wrong, without an error, shows so.
 
 Every rank does forward and backward of its part of the batch's first microbatch, and then takes the place of its neighbour
-along an axis (rank_substitution.py): it has the neighbour's part of the batch, as every rank is given the whole batch, the
-parameters that both hold, and is sent those shards that it does not hold. Checksums of all contributions to gradients, before
-they are summed over ranks, must be equal to the last bit. Where they are not, the neighbour's other neighbour decides, if there
-is one. Nothing of this reaches the step: buffers are copies, and no gradient is kept.
+along an axis (rank_substitution.py): it has the neighbour's part of the batch, as every rank is given the whole batch (or else is
+sent the neighbour's rows), the parameters that both hold, and is sent those shards that it does not hold. Checksums of all
+contributions to gradients, before they are summed over ranks, must be equal to the last bit. Where they are not, the
+neighbour's other neighbour decides, if there is one. Nothing of this reaches the step: buffers are copies, and no gradient is
+kept.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ from torch import Tensor
 from ..comm.backends import backend_of
 from ..comm.calls import Handle
 from ..comm.comm import Comm
+from ..comm.mesh import Shares
 from ..comm.rank_substitution import ONE_STAGE, Turned
 from ..data.schema import integer, listed, table, text
 from ..errors import RankError, RuntimeProgramError
 from ..guards import Guards
+from ..step.own_rows import OwnRows
 from ..step.pipeline import Executor
 from ..step.rebalance import rests_by_shares
 from ..step.same_data import checksum
 from ..step.session import Session
-from ..step.stage import Stage, inputs_of
+from ..step.shape_variants import Form
+from ..step.stage import Inputs, Stage, inputs_of
 from .train_loop import Listener, Loop
 
 Sums = Mapping[str, int]
@@ -48,10 +52,10 @@ class Recomputing(Listener):
         step = loop.step + 1
         if step % self._every:
             return
-        leaves = loop.program.leaves(batch)
+        leaves, own = loop.program.leaves(batch), loop.program.own_rows
         if self._session.same_data is not None:
-            self._session.same_data.ahead(leaves, step)
-        recompute(self._session, leaves, step, self._machines)
+            self._session.same_data.ahead(leaves, step, self._session.own_rows.readers if own else None)
+        recompute(self._session, leaves, step, self._machines, own)
 
 
 class _Noted:
@@ -86,13 +90,16 @@ def why_not(session: Session) -> str:
     return ""
 
 
-def recompute(session: Session, batch: Sequence[Tensor], step: int, machines: Sequence[str]) -> None:
-    """Compare what ranks compute of a batch. step: about to begin; machines: names by rank. Raises RankError."""
-    comm, axis = session.comm, cheapest_axis(session)
-    first, second = (sums_of(session, batch, axis, by) for by in (0, 1))
+def recompute(
+    session: Session, batch: Sequence[Tensor], step: int, machines: Sequence[str], own_rows: bool = False
+) -> None:
+    """Compare what ranks compute of a batch. step: about to begin; machines: names by rank; own_rows: the batch has this
+    rank's rows alone. Raises RankError."""
+    comm, axis = session.comm, cheapest_axis(session, own_rows)
+    first, second = (sums_of(session, batch, axis, by, own_rows) for by in (0, 1))
     if not any(differing(comm, axis, [first, second])):
         return
-    runs = [first, second, *([sums_of(session, batch, axis, 2)] if comm.mesh[axis] > 2 else [])]
+    runs = [first, second, *([sums_of(session, batch, axis, 2, own_rows)] if comm.mesh[axis] > 2 else [])]
     odd, names = set[int](), set[str]()
     for ranks, name in differing(comm, axis, runs):
         odd.update(ranks)
@@ -128,26 +135,34 @@ def differing(comm: Comm, axis: str, runs: Sequence[Sums]) -> list[tuple[list[in
     return found
 
 
-def cheapest_axis(session: Session) -> str:
+def cheapest_axis(session: Session, own_rows: bool = False) -> str:
     """The axis along which the fewest bytes of parameters and buffers are shards, which a neighbour does not hold; blocks of
-    unequal size are none that it could take over."""
+    unequal size are none that it could take over, nor are unequal rows, where ranks have their own. Raises RuntimeProgramError
+    where there is no such axis."""
     (stage,) = session.stages.values()
+    axes = [axis for axis in _equal_axes(session) if not (own_rows and isinstance(session.comm.mesh[axis], Shares))]
+    if not axes:
+        raise RuntimeProgramError(
+            "--recompute: ranks read unequal rows, and none could compute with those of another; give all ranks global batches, "
+            "or leave it out"
+        )
 
     def nbytes(axis: str) -> int:
         return sum(value.nbytes for info, value in stage.stored() if any(axis in axes for axes in info.spec))
 
-    return min(_equal_axes(session), key=nbytes)
+    return min(axes, key=nbytes)
 
 
 def _equal_axes(session: Session) -> list[str]:
     """The axes of several ranks along which nothing rests in blocks of unequal size."""
     several = (axis for axis, size in session.comm.mesh.items() if size > 1)
-    return [axis for axis in several if not any(rests_by_shares(form, axis) for form in session.forms)]
+    return [axis for axis in several if not any(rests_by_shares(form.pipeline, 0, axis) for form in session.forms)]
 
 
-def sums_of(session: Session, batch: Sequence[Tensor], axis: str, by: int) -> Sums:
+def sums_of(session: Session, batch: Sequence[Tensor], axis: str, by: int, own_rows: bool = False) -> Sums:
     """Checksums of what a rank adds to gradients, in the first microbatch, in the place `by` before its own."""
-    place, batch = session.shapes.of(batch)
+    taking = session.own_rows if own_rows else session.whole_batches
+    place, leaves = taking.of(batch)
     form = session.forms[place]
     ((index, own),) = form.stages.items()
     pipeline = copy.copy(form.pipeline)
@@ -164,9 +179,18 @@ def sums_of(session: Session, batch: Sequence[Tensor], axis: str, by: int) -> Su
     stage.rt.grads = noted = _Noted()  # type: ignore[assignment]
     with backend_of(turned.device).repeatable():
         executor = Executor(pipeline, turned, {index: stage}, turned.in_order)
-        for outputs in executor.run(inputs_of(batch))[index]:
+        inputs = inputs_of(leaves) if not own_rows else _rows_in_place(session, form, stage, leaves, axis, by)
+        for outputs in executor.run(inputs)[index]:
             for value in outputs:
                 if isinstance(value, Handle):
                     value.wait()
         executor.finish()
     return noted.sums
+
+
+def _rows_in_place(session: Session, form: Form, stage: Stage, leaves: Sequence[Tensor], axis: str, by: int) -> Inputs:
+    """The inputs of a stage in another's place, of the rows that are read there."""
+    if by and any(axis in info.row_axes for info in stage.tables.inputs):
+        comm, site = session.comm, "rows to recompute with"
+        leaves = [comm.start_shift(leaf.to(comm.device), axis, by, site=site).wait() for leaf in leaves]
+    return OwnRows(form.pipeline, {stage.index: stage}, stage.comm.rank).inputs_of(leaves)

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from ..comm.backends import Arriving, backend_of
 from ..comm.comm import Comm
 from ..errors import RuntimeProgramError
-from ..program.batches import random_batches, user_batches
+from ..program.batches import DataFunction, random_batches
 from ..step.ready import Ready, made_ready
 from ..step.session import Session
 from .loaded import LoadedProgram
@@ -125,11 +125,11 @@ class Loop:
         self.save_s = 0.0
         self._save_every = save_every
         self._losses = LossReader(program.session, reads, late)
-        self._batches_from: Callable[[int], Iterator[Any]] = (
-            partial(user_batches, arguments.data)
-            if arguments.data
-            else partial(random_batches, program.manifest.inputs, seed)
-        )
+        self._batches_from: Callable[[int], Iterator[Any]] = partial(random_batches, program.manifest.inputs, seed)
+        if arguments.data:
+            data = DataFunction(arguments.data)
+            program.own_rows = "shard" in data.takes
+            self._batches_from = partial(data.batches, shard=program.shard if program.own_rows else None)
         self.batches: ReadAhead | InTurn | None = None
 
     def go_to(self, step: int, position: int) -> None:
@@ -139,7 +139,7 @@ class Loop:
         if self.batches is not None:
             self.batches.close()
         batches, comm = partial(self._batches_from, position), self.program.session.comm
-        ahead = backend_of(comm.device).ahead
+        ahead = backend_of(comm.device).ahead or self.program.own_rows
         self.batches = ReadAhead(batches, self._prepared, comm) if ahead else InTurn(batches)
 
     def run(self, listeners: Sequence[Listener]) -> None:
@@ -158,7 +158,8 @@ class Loop:
         """A batch made ready for its step; nothing of one that the program refuses."""
         session = self.program.session
         with suppress(RuntimeProgramError):
-            return made_ready(self.program.leaves(batch), session.shapes, session.forms)
+            taking = session.own_rows if self.program.own_rows else session.whole_batches
+            return made_ready(self.program.leaves(batch), taking, session.forms)
         return None
 
     def _do_step(self, listeners: Sequence[Listener]) -> None:

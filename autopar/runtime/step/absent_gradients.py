@@ -34,7 +34,8 @@ class Absent:
             return
         group = {stage: number for number, held in enumerate(pipeline.groups) for stage in held}
         makers = {info.index: stage for stage, info in pipeline.outputs()}
-        self._sizes = {info.index: math.prod(info.shape) for _, info in pipeline.outputs() if info.index}
+        counts = {output for ways in self.conditions.values() for way in ways for output, _ in way}
+        self._sizes = {info.index: math.prod(info.shape) for _, info in pipeline.outputs() if info.index in counts}
         self._sent = any(
             group[makers[output]] != group[pipeline.holders(name)[0]]
             for name, ways in self.conditions.items()
@@ -50,7 +51,7 @@ class Absent:
         found = {output: torch.zeros(size, device=self._comm.device) for output, size in self._sizes.items()}
         for index, rows in outputs.items():
             for place, info in enumerate(self._stages[index].tables.outputs):
-                if info.index:
+                if info.index in found:
                     values = [row[place].wait() if isinstance(row[place], Handle) else row[place] for row in rows]
                     found[info.index] = torch.stack(values).sum(0)
         counts = torch.cat([count.to(torch.float32) for count in found.values()])

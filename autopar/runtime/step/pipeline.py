@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..comm.backends import backend_of
-from ..comm.calls import Message, Posted
+from ..comm.calls import Handle, Message, Posted
 from ..comm.comm import Comm
 from ..comm.recorder import Recorder, spanned
 from ..errors import RuntimeProgramError
@@ -59,31 +59,18 @@ class Executor:
     def __init__(self, pipeline: Pipeline, comm: Comm, stages: Mapping[int, Stage], in_order: bool) -> None:
         """in_order: messages have no tags, so they are received in the order sent."""
         self.comm = comm
+        self.pipeline = pipeline
         self.group = pipeline.group_of(comm.rank)
         self.stages = stages
         self.microbatches = pipeline.microbatches
         self.recorder: Recorder | None = None
+        self._gives = pipeline.training and pipeline.extras is not None
         self.overflows = Overflows(comm, pipeline.has_room)
-        own_tensors = [
-            c for c in pipeline.boundary_tensors if c.transfer.source in stages or c.transfer.target in stages
-        ]
-        self._channels = {
-            c.transfer.number: Channel(
-                f"{c.transfer.kind} {c.transfer.name} (stage {c.transfer.source} to {c.transfer.target})",
-                c.shape,
-                c.dtype,
-                pipeline.placed(c.transfer.source, c.source_spec),
-                pipeline.placed(c.transfer.target, c.target_spec),
-                c.transfer.number * pipeline.microbatches,
-                comm,
-            )
-            for c in own_tensors
-        }
         transfers = [c.transfer for c in pipeline.boundary_tensors]
-        slots = plan_order(
+        self._slots = plan_order(
             pipeline.rows, pipeline.groups, transfers, pipeline.microbatches, pipeline.training, ahead=not in_order
         )[self.group]
-        self._steps = [self._bind(slot, k, slots) for k, slot in enumerate(slots)]
+        self.connect()
         forwards = [k for k, step in enumerate(self._steps) if step.kind == "F"]
         self._told_after = forwards[-1] if forwards and len(pipeline.groups) == 1 else -1  # where all ranks are at once
         self._in_order = pipeline.in_order
@@ -94,6 +81,24 @@ class Executor:
         self._states: dict[Place, list[Any]] = {}
         self._prepared: dict[int, list[Tensor]] = {}
         self._outputs: dict[int, list[list[Any]]] = {}
+
+    def connect(self) -> None:
+        """Plan the messages between stages, between two steps, under the shares that their meshes have now."""
+        pipeline, stages = self.pipeline, self.stages
+        self._channels = {
+            c.transfer.number: Channel(
+                f"{c.transfer.kind} {c.transfer.name} (stage {c.transfer.source} to {c.transfer.target})",
+                c.shape,
+                c.dtype,
+                pipeline.placed(c.transfer.source, c.source_spec),
+                pipeline.placed(c.transfer.target, c.target_spec),
+                c.transfer.number * pipeline.microbatches,
+                self.comm,
+            )
+            for c in pipeline.boundary_tensors
+            if c.transfer.source in stages or c.transfer.target in stages
+        }
+        self._steps = [self._bind(slot, k, self._slots) for k, slot in enumerate(self._slots)]
 
     @torch.no_grad()
     def run(self, inputs: Inputs) -> dict[int, list[list[Any]]]:
@@ -147,6 +152,8 @@ class Executor:
             rt.inputs = frozenset(t.untyped_storage()._cdata for t in own)
             prepared = list(self._prepared[stage.index])
             outputs, sent, left = module.forward(rt, own, received, prepared)
+            if self._gives:
+                outputs = [one if isinstance(one, Handle) else stage.apart(one) for one in outputs]
             self._outputs[stage.index][microbatch] = outputs
         elif step.kind == "B":
             sent, left = module.backward(rt, self._states.pop(place), received)

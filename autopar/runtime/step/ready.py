@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from ..comm.backends import backend_of
-from ..program.shapes import Shapes
+from .own_rows import OwnRows, Taking
 from .shape_variants import Form
-from .stage import Cut, Inputs, Stage, inputs_of
+from .stage import Cuts, Inputs, Stage, inputs_of
 
 Place = tuple[int, int]
 """A stage and a microbatch."""
@@ -31,26 +31,29 @@ Rooms = list[Tensor | None]
 
 @dataclass(frozen=True)
 class Ready:
-    """A batch that was read ahead. leaves: of the global batch; parts: this rank's inputs, in memory of their own; go_on: called
-    as soon as nothing but `parts` is read of it any more; cuts: where stages took their parts, before rows may have moved."""
+    """A batch that was read ahead. leaves: of the batch; parts: this rank's inputs, in memory of their own; go_on: called
+    as soon as nothing but `parts` is read of it any more; cuts: where stages took their parts, before rows may have moved; rows:
+    what they were taken by, where the batch has this rank's rows alone."""
 
     leaves: Sequence[Tensor]
     parts: Mapping[Place, list[Tensor]]
-    cuts: Sequence[tuple[Stage, Sequence[list[Cut]]]] = ()
+    cuts: Sequence[tuple[Stage, Cuts]] = ()
+    rows: OwnRows | None = None
     go_on: Callable[[], None] = lambda: None
 
 
 @torch.no_grad()
-def made_ready(leaves: Sequence[Tensor], shapes: Shapes, forms: Sequence[Form]) -> Ready | None:
+def made_ready(leaves: Sequence[Tensor], taking: Taking, forms: Sequence[Form]) -> Ready | None:
     """A batch as it is read ahead; nothing where it is not as a form takes it, which the step's guards say."""
-    place, batch = shapes.of(leaves)
-    form = forms[place]
-    if [tuple(leaf.shape) for leaf in batch] != [like.shape for like in form.pipeline.inputs]:
+    place, batch = taking.of(leaves)
+    form, rows = forms[place], taking.rows[place]
+    if [tuple(leaf.shape) for leaf in batch] != [like.shape for like in taking.inputs[place]]:
         return None
     microbatches = range(form.pipeline.microbatches)
-    cuts = [(stage, stage.cuts) for stage in form.stages.values()]
-    parts = {(i, m): stage.own_inputs(batch, m) for i, stage in form.stages.items() for m in microbatches}
-    return Ready(leaves, parts, cuts)
+    stages = form.stages.items()
+    cuts: dict[int, Cuts] = {i: stage.cuts if rows is None else rows.cuts[i] for i, stage in stages}
+    parts = {(i, m): stage.own_inputs(batch, m, cuts[i]) for i, stage in stages for m in microbatches}
+    return Ready(leaves, parts, [(stage, stage.cuts) for _, stage in stages], rows)
 
 
 class NextInputs:
@@ -64,16 +67,19 @@ class NextInputs:
         self._rooms: dict[int, tuple[Rooms, Any]] = {}
         """Room for the next microbatch of a stage, and a mark in the main stream from which on it may be written."""
 
-    def of(self, given: Sequence[Tensor], shaped: Sequence[Tensor], checked: Sequence[Tensor]) -> Inputs:
+    def of(
+        self, given: Sequence[Tensor], shaped: Sequence[Tensor], checked: Sequence[Tensor], rows: OwnRows | None = None
+    ) -> Inputs:
         """The inputs of a step that begins. given: its batch; shaped: in the shapes of its form; checked: as guards let it
-        pass."""
+        pass; rows: by which they are taken of a batch that has this rank's rows alone."""
         ready, self.ready = self.ready, None
         moved = ready is not None and any(stage.cuts is not cuts for stage, cuts in ready.cuts)
-        if ready is None or moved or not (_same(ready.leaves, given) and _same(shaped, checked)):
-            return inputs_of(checked)
+        as_read = ready is not None and ready.rows is rows and _same(ready.leaves, given) and _same(shaped, checked)
+        if ready is None or moved or not as_read:
+            return inputs_of(checked) if rows is None else rows.inputs_of(checked)
         inputs = self._arriving(ready.parts)
         ready.go_on()
-        return inputs
+        return inputs if rows is None else rows.completed(inputs)
 
     def _arriving(self, parts: Mapping[Place, list[Tensor]]) -> Inputs:
         """Inputs on the device, where microbatches are taken in turn."""

@@ -9,6 +9,9 @@ something else than the others, which is compared as well.
 
     own  =  (what, batches, step, checksum)      one all-reduce of own and -own: maxima, and minima
 
+Ranks that are given their own rows alone (`DataShard`) are compared with those that take the same ones: a second message has the
+checksum of every group of readers in a place of its own.
+
 Of batches that are too large to be read whole for that, pieces are taken that are others every time, and all of it where ranks
 compare. What lies on a GPU is read when it has arrived, one step late, so that the host does not wait.
 """
@@ -21,7 +24,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,14 +48,23 @@ LEAST_BYTES = 1 << 16
 READ_BYTES_S = 2e9
 """Bytes that a checksum reads in a second, on slow machines."""
 BATCH = "taking"
+ROWS = "taking its rows of"
+NOBODY = -(1 << 40)
+"""A place of a message that a rank has nothing to say in."""
 _COUNT = integer(0, 1 << 53)
 _DOING = row(text(), _COUNT, _COUNT, listed(integer(0, (1 << 32) - 1)), text())
 """The message of a rank that differs: its action, how many batches it took, for which step, their checksums, and its machine."""
 WHY_DATA = (
     "got another batch than the others; every rank is to read the same global batches in the same order: are the files the "
     "same on every machine, and is the order drawn from the same seed on every rank (generator= of the DataLoader, no "
-    "DistributedSampler, which gives each rank a part)? Or is its optimizer set otherwise, as by a rank that changes its "
-    "own learning rate?"
+    'DistributedSampler, which gives each rank a part: load(rows="local") and run.py\'s data functions with a shard take parts)? '
+    "Or is its optimizer set otherwise, as by a rank that changes its own learning rate?"
+)
+
+
+WHY_ROWS = (
+    "got other rows than the ranks that take the same ones (DataShard.readers); these are to read the same samples in the same "
+    "order: are the files the same on every machine, and is the order drawn from the same seed on every rank?"
 )
 
 
@@ -66,6 +78,17 @@ def odd_ranks(said: Sequence[object]) -> list[int]:
     counts = Counter(said)
     usual = max(counts, key=lambda one: (counts[one], one == said[0]))
     return [rank for rank, one in enumerate(said) if one != usual]
+
+
+def odd_readers(said: Sequence[object], readers: Sequence[int] | None) -> list[int]:
+    """Odd ranks among those that were to be given the same. readers: the group of each rank (None: all are one)."""
+    if readers is None:
+        return odd_ranks(said)
+    odd = list[int]()
+    for group in dict.fromkeys(readers):
+        ranks = [rank for rank, own in enumerate(readers) if own == group]
+        odd += [ranks[place] for place in odd_ranks([said[rank] for rank in ranks])]
+    return sorted(odd)
 
 
 def pieces(tensor: Tensor, most_bytes: int, turn: int) -> Tensor:
@@ -98,16 +121,23 @@ class _Read:
 @dataclass(frozen=True)
 class _Asked:
     """A comparison under way. own: what this rank said of itself; numbers: largest of all ranks' numbers, and of their
-    negatives."""
+    negatives; groups: the same of the checksums of groups of readers, where ranks are given their own rows."""
 
     what: str
     own: tuple[int, ...]
     numbers: Arriving
+    groups: Arriving | None = None
 
     def answer(self) -> tuple[list[int], list[int]]:
         """Largest and least numbers of all ranks."""
-        numbers = self.numbers.wait()[0].tolist()
-        return numbers[: len(numbers) // 2], [-one for one in numbers[len(numbers) // 2 :]]
+        return _extremes(self.numbers)
+
+    def alike(self) -> bool:
+        """Whether the checksums in every group of readers are the same."""
+        if self.groups is None:
+            return True
+        most, least = _extremes(self.groups)
+        return most == least
 
 
 class SameData:
@@ -124,6 +154,7 @@ class SameData:
         self._comm, self._every = comm, every
         self._late = not backend_of(comm.device).is_host if late is None else late
         self._step = 0
+        self.readers: Sequence[int] | None = None
         self._arriving: _Read | None = None
         self._read, self._checksum = 0, 0
         self._unsure: list[tuple[int, int]] = []
@@ -139,21 +170,24 @@ class SameData:
         self._arrive()
         return self.taken, self._checksum, self._alike
 
-    def ahead(self, batch: Sequence[Tensor], step: int) -> None:
+    def ahead(self, batch: Sequence[Tensor], step: int, readers: Sequence[int] | None = None) -> None:
         """Take a batch before its step does. Raises RankError."""
-        self.take(batch, step)
+        self.take(batch, step, readers)
         self._ahead = True
 
-    def take(self, batch: Sequence[Tensor], step: int, settings: Sequence[float] = ()) -> None:
-        """This rank is given a batch for a step, and has its optimizer set to some numbers; compare where it is time to. Raises
-        RankError on every rank, naming those that were given another one."""
+    def take(
+        self, batch: Sequence[Tensor], step: int, readers: Sequence[int] | None = None, settings: Sequence[float] = ()
+    ) -> None:
+        """This rank is given a batch for a step, and has its optimizer set to some numbers; compare where it is time to. readers:
+        of every rank the number of the group that takes the same rows, where ranks are given their own (None: all are given the
+        global batch). Raises RankError on every rank, naming those that were given another one."""
         if self._ahead:
             self._ahead = False
             return
         began = time.thread_time()
         self._arrive()
         self._answer()
-        self.taken, self._step = self.taken + 1, step
+        self.taken, self._step, self.readers = self.taken + 1, step, readers
         if settings:
             batch = [*batch, torch.tensor(settings, dtype=torch.float64)]
         at_once = self._every or self.taken <= FIRST
@@ -163,7 +197,7 @@ class SameData:
         if at_once or not self._arriving.parts.late:
             self._arrive()
         if due:
-            self._ask(BATCH, self._unsure[-1][0] if self._unsure else 0)
+            self._ask(BATCH if readers is None else ROWS, self._unsure[-1][0] if self._unsure else 0)
             if at_once or not self._late:
                 self._answer()
             self._cost_s = min(self._cost_s, time.thread_time() - began)
@@ -187,12 +221,19 @@ class SameData:
         now = time.perf_counter()
         batches = self.taken - self._compared
         step_s = (now - self._compared_at) / batches if batches else 0.0
-        own = zlib.crc32(what.encode()), self._read, step, self._checksum
+        checksum = self._checksum if self.readers is None else 0
+        own = zlib.crc32(what.encode()), self._read, step, checksum
         said = (*own, int(1e9 * self._cost_s), int(1e9 * step_s))
         numbers = torch.tensor([*said, *(-one for one in said)]).to(self._comm.device, non_blocking=True)
         self._comm.at(self._step, "comparing batches")
         self._comm.start_maximum(numbers, "the batches of all ranks")()
-        self._asked, self._compared = _Asked(what, own, Arriving([numbers])), self.taken
+        asked = _Asked(what, own, Arriving([numbers]))
+        if self.readers is not None:
+            if self.taken <= FIRST:  # a rank that is given global batches sends no second message
+                self._agree(asked)
+            if len({*self.readers}) < len(self.readers):
+                asked = replace(asked, groups=self._of_groups(self.readers))
+        self._asked, self._compared = asked, self.taken
         self._compared_at = now
 
     def _answer(self) -> None:
@@ -200,8 +241,8 @@ class SameData:
         if self._asked is None:
             return
         asked, self._asked = self._asked, None
-        (*most, _, step_ns), (*least, cost_ns, _) = asked.answer()
-        if most != least:
+        cost_ns, step_ns = self._agree(asked)
+        if not asked.alike():
             raise self._difference(asked.what, asked.own)
         del self._unsure[: asked.own[1] - self._alike]
         self._alike = asked.own[1]
@@ -209,6 +250,23 @@ class SameData:
             return
         self.apart = min(steps_apart(cost_ns / 1e9, step_ns / 1e9), 2 * self.apart)
         self._most_bytes = max(LEAST_BYTES, int(SHARE / 2 * step_ns / 1e9 * READ_BYTES_S))
+
+    def _agree(self, asked: _Asked) -> tuple[int, int]:
+        """Nanoseconds that comparing takes, the least of all ranks, and that a step does, the most. Raises RankError where
+        ranks do not agree in what all say."""
+        (*most, _, step_ns), (*least, cost_ns, _) = asked.answer()
+        if most != least:
+            raise self._difference(asked.what, asked.own)
+        return cost_ns, step_ns
+
+    def _of_groups(self, readers: Sequence[int]) -> Arriving:
+        """Begin to compare the checksums inside every group of readers."""
+        own = readers[self._comm.rank]
+        told = [self._checksum if group == own else NOBODY for group in range(max(readers) + 1)]
+        numbers = torch.tensor([*told, *(-one if one != NOBODY else NOBODY for one in told)])
+        numbers = numbers.to(self._comm.device, non_blocking=True)
+        self._comm.start_maximum(numbers, "the rows of all ranks")()
+        return Arriving([numbers])
 
     def _difference(self, what: str, own: tuple[int, ...]) -> RankError:
         """Who differs from whom, asked of all ranks."""
@@ -227,14 +285,20 @@ class SameData:
                 "many of them, and to do the same after them",
                 odd,
             )
-        first = next(place for place in range(len(steps)) if odd_ranks([sums[place] for *_, sums, _ in everyone]))
-        odd = odd_ranks([sums[first] for *_, sums, _ in everyone])
+        sums_at = [[sums[place] for *_, sums, _ in everyone] for place in range(len(steps))]
+        first, odd = next((i, odd) for i, sums in enumerate(sums_at) if (odd := odd_readers(sums, self.readers)))
         who = f"rank{'s' if len(odd) > 1 else ''} {', '.join(places[rank] for rank in odd[:8])}"
-        return RankError(f"step {steps[first]}: {who} {WHY_DATA}", odd)
+        return RankError(f"step {steps[first]}: {who} {WHY_DATA if self.readers is None else WHY_ROWS}", odd)
 
 
 def _in_words(what: str, batches: int, step: int) -> str:
-    return f"{what} batch {batches} for step {step}" if what == BATCH else f"{what} after {batches} batches"
+    return f"{what} batch {batches} for step {step}" if what in (BATCH, ROWS) else f"{what} after {batches} batches"
+
+
+def _extremes(numbers: Arriving) -> tuple[list[int], list[int]]:
+    """Largest and least of numbers that arrive with their negatives."""
+    said = numbers.wait()[0].tolist()
+    return said[: len(said) // 2], [-one for one in said[len(said) // 2 :]]
 
 
 def _bytes(tensor: Tensor) -> Tensor:

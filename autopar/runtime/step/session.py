@@ -3,8 +3,8 @@
 One optimizer step: take the form of the batch's bucket (shapes.py, shape_variants.py), run the group's row of actions over the
 microbatches (pipeline.py), finish the gradients, bring those of shared parameters to their owners (which may all be one
 CUDA graph: cuda_graphs.py), update this rank's optimizer shards of all its stages (update.py), gather
-the new shards back into storage, and tell everyone the loss. A program without pipeline is one stage on all ranks, with
-a row like `F0.0 B0.0 F1.0 B1.0`.
+the new shards back into storage, and tell everyone the loss, and what the step gives beside it. A program without pipeline is
+one stage on all ranks, with a row like `F0.0 B0.0 F1.0 B1.0`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -24,13 +24,15 @@ from ..comm.calls import Handle
 from ..comm.comm import Comm
 from ..comm.recorder import Recorder, recorded, spanned
 from ..compiled.inductor import compile_met, compiler_on
-from ..errors import RuntimeProgramError
+from ..data.schema import integer
+from ..errors import RankError, RuntimeProgramError
 from ..gradients.buckets import MIB
-from ..guards import Guards
+from ..guards import Guards, InputLike
 from ..memory.tiers import Tiers
+from ..program.extras import filled, numbers_of
 from ..program.layout import TensorInfo, gather_full, local_shape
 from ..program.run_options import DEFAULTS, RunOptions
-from ..program.shapes import PadValues, Shapes
+from ..program.shapes import PadValues
 from ..program.tables import Modules, Pipeline
 from ..rank import Rank
 from ..update.clipping import counts
@@ -39,11 +41,12 @@ from ..update.update import Updater
 from ..update.update_rule import OptimizerFactory, UpdateRule, as_rule, check_sharded
 from .buffer_copies import BufferCopies
 from .cuda_graphs import Capture, CudaCapture, StepGraph, say_why, why_not
+from .own_rows import Taking
 from .pending import NOT_IN_TIERS, Pending
 from .pipeline import Executor, join_microbatches, joined_shape
 from .ready import NextInputs
 from .rebalance import rebalancer
-from .same_data import SameData
+from .same_data import SameData, odd_ranks
 from .shape_variants import Form
 from .stage import Inputs, SliceReader
 from .state import State
@@ -52,12 +55,14 @@ from .state import State
 @dataclass(frozen=True)
 class _Computed:
     """The results of forward and backward on a rank. borrowed: gradients that somebody else may hold too; counts: of
-    what rows chose, where parameters have a gradient in some steps only."""
+    what rows chose, where parameters have a gradient in some steps only; outputs: by stage and microbatch, where the step gives
+    some beside the loss."""
 
     grads: dict[str, Tensor]
     loss: Handle[Tensor]
     borrowed: frozenset[str]
     counts: Tensor | None
+    outputs: Mapping[int, list[list[Any]]]
 
 
 class Session(State):
@@ -105,16 +110,17 @@ class Session(State):
         for own in (self.pipeline, *(Pipeline(*bucket, dtype, compiler) for bucket in buckets)):
             forms.append(Form(own, comm, seed, bucket_bytes, rule.compensated, tiers, self.guards, forms))
         self.forms, self._last = tuple(forms), forms[0]
-        self.shapes = Shapes([form.pipeline.inputs for form in forms], pad)
+        self.whole_batches, self._pad = Taking(forms, pad), pad
         self.stages, self.shared = forms[0].stages, forms[0].shared
         self.same_data = SameData(comm, every=len(forms) > 1) if compare and comm.world_size > 1 else None
         if comm.in_order:
             comm.barrier(site="start")  # NCCL makes its communicator when all ranks come together
         self.grads: dict[str, Tensor] = {}
+        self.extras: Any = None
         self.pending = Pending()
         self.absent: frozenset[str] = frozenset()
         self.next_inputs = NextInputs(comm.device)
-        self.rebalancer = rebalancer(comm, self.pipeline, self.forms) if options.rebalance else None
+        self.rebalancer = rebalancer(comm, self.forms) if options.rebalance else None
         self.opt_params = {n: p for stage in self.stages.values() for n, p in stage.opt_params.items()}
         self.updater = self._updater(rule)
         for one in self.updater.optimizers:
@@ -168,6 +174,21 @@ class Session(State):
         """The executor of the last step's form, at first of the first one."""
         return self._last.executor
 
+    @cached_property
+    def own_rows(self) -> Taking:
+        """How batches are taken that have this rank's rows alone. Raises RuntimeProgramError where there are no such."""
+        if self.rebalancer is not None:
+            raise RuntimeProgramError(
+                "rows move between ranks (rebalance), so which ones a rank is to read changes while it reads ahead; give every "
+                "rank global batches, or compile and run without rebalance"
+            )
+        return Taking(self.forms, self._pad, self.comm.rank)
+
+    @property
+    def last_inputs(self) -> Sequence[InputLike]:
+        """The inputs of the global batch of the last step's form."""
+        return self._last.pipeline.inputs
+
     # ---- weights
 
     @torch.no_grad()
@@ -199,36 +220,39 @@ class Session(State):
         self.step_graph = StepGraph(partial(self._compute, own), own.stages, own.pipeline.microbatches, make_capture)
 
     @recorded
-    def train_step(self, batch: Sequence[Tensor], *, update: bool = True) -> Tensor:
+    def train_step(self, batch: Sequence[Tensor], *, update: bool = True, own_rows: bool = False) -> Tensor:
         """One optimizer step on a global batch (its leaves in input order); the loss, over all microbatches. Raises TooManySkips.
 
         update: False adds this batch's gradients to those of the next one instead. It counts as a step, and its batch as taken.
+        own_rows: the batch has this rank's rows alone, of the inputs that it takes (`DataShard`).
 
         `self.grads` holds the reduced local gradients, unscaled and clipped, until the next step, but those of parameters that
-        have none in eager (`self.absent`). Without an optimizer nothing is updated.
+        have none in eager (`self.absent`), and `self.extras` what the step gives beside the loss, full on every rank and nested
+        as loss_fn returned it. Without an optimizer nothing is updated.
         """
         if not self.training:
             raise RuntimeProgramError("this program was compiled for inference; use forward()")
         if not update and self.updater.away:
             raise RuntimeProgramError(f"no update after this batch: {NOT_IN_TIERS}")
-        self.grads = {}
+        self.grads, self.extras = {}, None
         self.updater.forget_gradients()
         for stage in self._last.stages.values():
             stage.rt.grads.forget()
         if self.buffer_copies is not None:
             self.buffer_copies.take()
-        form, inputs = self._begin(batch)
+        form, inputs = self._begin(batch, own_rows)
         graph = None if self.recorder is not None else self.step_graph
         computed = self._compute(form, inputs) if graph is None else graph(inputs)
         form.executor.overflows.end()
         self.absent = form.absent.names(computed.counts)
         self.grads = {n: grad for n, grad in computed.grads.items() if n not in self.absent}
-        loss, borrowed = computed.loss, computed.borrowed
+        loss, borrowed, outputs = computed.loss, computed.borrowed, computed.outputs
         del computed  # the last to hold gradients that the update copies
         if not update or self.pending.batches:
             self.pending.add(self.grads)
             self.grads, self.absent, borrowed = {}, self.absent - self.pending.names, frozenset()
         if not update:
+            self.extras = self._full_extras(form, outputs)
             self._end_step()
             return loss.wait() if self.step_graph is None else loss.wait().clone()
         if self.pending.batches:
@@ -246,50 +270,90 @@ class Session(State):
                 stage.rt.grads.unsent.forget()
             if self.buffer_copies is not None:
                 self.buffer_copies.put_back()
+        self.extras = self._full_extras(form, outputs)
         self._end_step()
         if (said := self.updater.judge(self.rt.step, loss)) and self.comm.rank == 0:
             print(said, file=sys.stderr, flush=True)
         return loss.wait() if self.step_graph is None else loss.wait().clone()
 
+    def _full_extras(self, form: Form, runs: Mapping[int, list[list[Any]]]) -> Any:
+        """What loss_fn returned beside the loss, full on every rank; None where it returned nothing else. runs: as of
+        `_full_outputs`."""
+        if (extras := form.pipeline.extras) is None:
+            return None
+        given = self._full_outputs(form, runs, numbers_of(extras))
+        return filled(extras, {n: one if self.step_graph is None else one.clone() for n, one in given.items()})
+
     @recorded
-    def forward(self, batch: Sequence[Tensor], *, local: bool = False) -> list[Tensor | None]:
-        """The outputs for a global batch: full tensors on every rank, or this rank's shards (None elsewhere)."""
+    def forward(self, batch: Sequence[Tensor], *, local: bool = False, own_rows: bool = False) -> list[Tensor | None]:
+        """The outputs for a global batch: full tensors on every rank, or this rank's shards (None elsewhere). own_rows: as of
+        `train_step`."""
         if self.training:
             raise RuntimeProgramError("this program was compiled for training; use train_step()")
-        form, inputs = self._begin(batch)
+        form, inputs = self._begin(batch, own_rows)
         runs = form.executor.run(inputs)
-        results: list[Tensor | None] = []
-        for index, info in form.pipeline.outputs():
-            output: Tensor | None = None
-            if index in form.stages:
-                place = form.pipeline.tables(index).outputs.index(info)
-                values = [outputs[place] for outputs in runs[index]]
-                if not local:
-                    values = [
-                        gather_full(v, info.spec, form.stages[index].comm, f"output {info.name}", info.shape)
-                        for v in values
-                    ]
-                output = values[0] if len(values) == 1 else join_microbatches(values, *info.join)
-            joined = joined_shape(info, form.pipeline.microbatches)
-            results.append(output if local else self._tell(index, output, joined, info))
+        results: list[Tensor | None]
+        if local:
+            results = [self._joined(form, runs, index, info, local) for index, info in form.pipeline.outputs()]
+        else:
+            results = list(self._full_outputs(form, runs).values())
         self._end_step(advance=False)
         return results
 
-    def _begin(self, batch: Sequence[Tensor]) -> tuple[Form, Inputs]:
+    def _full_outputs(
+        self, form: Form, runs: Mapping[int, list[list[Any]]], numbers: Sequence[int] | None = None
+    ) -> dict[int, Tensor]:
+        """Outputs of the whole batch by number (all of them by default), on every rank. runs: the microbatches' of this rank's
+        stages."""
+        full: dict[int, Tensor] = {}
+        for index, info in form.pipeline.outputs():
+            if numbers is None or info.index in numbers:
+                joined = joined_shape(info, form.pipeline.microbatches)
+                full[info.index] = self._tell(index, self._joined(form, runs, index, info), joined, info)
+        return full
+
+    def _joined(
+        self, form: Form, runs: Mapping[int, list[list[Any]]], index: int, info: TensorInfo, local: bool = False
+    ) -> Tensor | None:
+        """An output of the whole batch from the stage that makes it; local: this rank's shards. None on other ranks."""
+        if index not in form.stages:
+            return None
+        place = form.pipeline.tables(index).outputs.index(info)
+        values = [outputs[place] for outputs in runs[index]]
+        values = [value.wait() if isinstance(value, Handle) else value for value in values]
+        if not local:
+            comm = form.stages[index].comm
+            values = [gather_full(v, info.spec, comm, f"output {info.name}", info.shape) for v in values]
+        return values[0] if len(values) == 1 else join_microbatches(values, *info.join)
+
+    def _begin(self, batch: Sequence[Tensor], own_rows: bool) -> tuple[Form, Inputs]:
         """The form that is for a batch, and the inputs that it takes, before the actions of a step."""
+        taking = self.own_rows if own_rows else self.whole_batches
         if self.rebalancer is not None:
             self.rebalancer.begin_step()
         if self.same_data is not None:
-            self.same_data.take(batch, self.rt.step + 1, self.updater.settings())
-        place, shaped = self.shapes.of(batch)
-        form = self.forms[place]
-        checked = self.guards.check_batch(shaped, form.pipeline.inputs, form.pipeline.ranges)
-        inputs = self.next_inputs.of(batch, shaped, checked)
+            self.same_data.take(batch, self.rt.step + 1, taking.readers, self.updater.settings())
+        place, shaped = taking.of(batch)
+        if own_rows and len(self.forms) > 1:
+            self._agree_on_form(place)
+        form, rows = self.forms[place], taking.rows[place]
+        checked = self.guards.check_batch(shaped, taking.inputs[place], form.pipeline.ranges, form.pipeline.inputs)
+        inputs = self.next_inputs.of(batch, shaped, checked, rows)
         for stage in form.stages.values():
             stage.rt.step, stage.rt.loss_scale = self.rt.step, self.updater.loss_scale
         self._last = form
         form.shared.before_step()
         return form, inputs
+
+    def _agree_on_form(self, place: int) -> None:
+        """See that ranks that were given their own rows run the same form. Raises RankError."""
+        places = self.comm.share(place, integer(0, len(self.forms)))
+        if odd := odd_ranks(places):
+            raise RankError(
+                f"step {self.rt.step + 1}: ranks {', '.join(map(str, odd[:8]))} were given rows of the shapes of another bucket "
+                "than the others; pad the rows of a global batch alike on all ranks, or give every rank global batches",
+                odd,
+            )
 
     def _compute(self, form: Form, inputs: Inputs) -> _Computed:
         """Forward and backward of a step, up to reduced gradients and the loss of the whole batch."""
@@ -300,7 +364,8 @@ class Session(State):
             form.shared.earn(gradients)
         grads = {name: grad for reduced in gradients.values() for name, grad in reduced.items()}
         borrowed = frozenset(name for stage in form.stages.values() for name in stage.rt.grads.borrowed)
-        return _Computed(grads, self._start_loss(form, outputs), borrowed, form.absent.counts(outputs))
+        given = {} if form.pipeline.extras is None else outputs
+        return _Computed(grads, self._start_loss(form, outputs), borrowed, form.absent.counts(outputs), given)
 
     def _end_step(self, advance: bool = True) -> None:
         self._last.executor.finish()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..comm.comm import Comm
+from ..comm.mesh import Shares
 from ..comm.nodes import use_nodes
 from ..errors import RuntimeProgramError
 from ..guards import Guards
@@ -65,6 +66,15 @@ class Form:
         self.executor = Executor(pipeline, comm, self.stages, comm.in_order)
         self.absent = Absent(pipeline, comm, self.stages)
         self.loss = pipeline.loss() if pipeline.training else None
+
+    def share_rows(self, stages: Sequence[int], axis: str, units: Sequence[int]) -> None:
+        """From the next step on the ranks of these stages hold so many units each along an axis. Every rank calls it alike."""
+        for index in stages:
+            self.pipeline.meshes[index][0][axis] = Shares(units)
+            if index in self.stages:
+                self.stages[index].comm.mesh[axis] = Shares(units)
+                self.stages[index].cut_inputs()
+        self.executor.connect()
 
     def _held(self, index: int) -> dict[str, Tensor]:
         """Parameters that an earlier stage of this rank stores just as this one does."""

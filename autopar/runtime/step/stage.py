@@ -29,6 +29,8 @@ from ..rank import Rank
 
 SliceReader = Callable[[str, tuple[slice, ...]], Tensor]
 Cut = tuple[slice, ...]
+Cuts = Sequence[Sequence[Cut]]
+"""Where a stage's inputs lie in leaves, by input and microbatch."""
 
 
 class Stage:
@@ -113,20 +115,27 @@ class Stage:
             fill(target, parts)
         self.refresh_optimizer_shards()
 
+    def apart(self, value: Tensor) -> Tensor:
+        """An output of forward; a copy where it lies in a parameter or buffer, which the step goes on to change."""
+        stored = (t.untyped_storage()._cdata for t in (*self.rt.params.values(), *self.rt.buffers.values()))
+        return value.clone() if value.untyped_storage()._cdata in set(stored) else value
+
     def cut_inputs(self) -> None:
         """Find where this rank's parts of the batch lie, under the shares that the mesh has now."""
         self.cuts = [self._cuts(info) for info in self.tables.inputs]
 
-    def inputs(self, batch: Sequence[Tensor], microbatch: int) -> list[Tensor]:
-        """This rank's part of a microbatch's leaves."""
-        return [self._brought(view, dtype) for view, dtype in self._views(batch, microbatch)]
+    def inputs(self, batch: Sequence[Tensor], microbatch: int, cuts: Cuts | None = None) -> list[Tensor]:
+        """This rank's part of a microbatch's leaves. cuts: where it lies in these (default: in those of a global batch)."""
+        return [self._brought(view, dtype) for view, dtype in self._views(batch, microbatch, cuts)]
 
-    def own_inputs(self, batch: Sequence[Tensor], microbatch: int) -> list[Tensor]:
+    def own_inputs(self, batch: Sequence[Tensor], microbatch: int, cuts: Cuts | None = None) -> list[Tensor]:
         """The same in memory of their own, where they are: in pinned memory, if they are to go to the device."""
-        return [self._pinned(view, dtype) for view, dtype in self._views(batch, microbatch)]
+        return [self._pinned(view, dtype) for view, dtype in self._views(batch, microbatch, cuts)]
 
-    def _views(self, batch: Sequence[Tensor], microbatch: int) -> Iterator[tuple[Tensor, torch.dtype]]:
-        for info, cuts in zip(self.tables.inputs, self.cuts, strict=True):
+    def _views(
+        self, batch: Sequence[Tensor], microbatch: int, cuts_of: Cuts | None
+    ) -> Iterator[tuple[Tensor, torch.dtype]]:
+        for info, cuts in zip(self.tables.inputs, self.cuts if cuts_of is None else cuts_of, strict=True):
             leaf = batch[info.index]
             yield leaf[cuts[microbatch]] if cuts[microbatch] else leaf, info.dtype
 

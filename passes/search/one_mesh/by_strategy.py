@@ -17,11 +17,11 @@ from autopar.passes.price.op_seconds import OpSeconds
 from autopar.passes.search.by_microbatch import finished as finished_within
 from autopar.passes.search.task import Task, account_of
 from autopar.passes.search.workers import Answers
-from autopar.passes.shard.meshes import REPLICA, candidate_meshes, rows_of
+from autopar.passes.shard.meshes import REPLICA, candidate_meshes
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.solve import Shortage
 from autopar.passes.shard.solve_mesh import solve_mesh
-from autopar.passes.shard.uneven import by_speed, for_units
+from autopar.passes.shard.uneven import by_speed, for_units, rows_of
 
 _BUDGETS = 4
 """Budgets that are tried in turn."""
@@ -93,8 +93,8 @@ def _on_meshes(task: Task, budget: float, policy: str) -> tuple[list[PricedPlan]
                 raise
             return None
 
-    first = candidate_meshes(task.cluster, task.options, rows=rows_of(task.program))
-    meshes = uneven_too(task, first) if task.layout is None else [task.sharing(mesh) for mesh in first]
+    first = [*map(task.sharing, candidate_meshes(task.cluster, task.options, rows=rows_of(task.program)))]
+    meshes = uneven_too(task, first) if task.layout is None else first
     questions = [(mesh, strategy) for mesh in meshes for strategy in _strategies(asked, mesh, task.layout is not None)]
     without_choice: list[InfeasibleError] = []
     with task.workers.answers(solved, questions) as results:

@@ -18,9 +18,10 @@ from autopar.passes.search.microbatches import TasksByCount, microbatch_counts
 from autopar.passes.search.one_mesh.joint import JointSearch
 from autopar.passes.search.one_mesh.within_memory import fastest_within_limit, joint_on
 from autopar.passes.search.task import RankedPlans, Task, account_of
-from autopar.passes.shard.meshes import candidate_meshes, rows_of
+from autopar.passes.shard.meshes import candidate_meshes
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.solve import Shortage
+from autopar.passes.shard.uneven import rows_of
 
 _WORTH = 0.995
 """A plan is looked for where it could be faster by more than this."""

@@ -16,8 +16,9 @@ from autopar.passes.search.microbatches import microbatch_counts
 from autopar.passes.search.one_mesh.joint import JointSearch
 from autopar.passes.search.one_mesh.within_memory import candidate_at, joint_on
 from autopar.passes.search.task import Task, account_of
-from autopar.passes.shard.meshes import candidate_meshes, rows_of
+from autopar.passes.shard.meshes import candidate_meshes
 from autopar.passes.shard.priced_plan import PricedPlan
+from autopar.passes.shard.uneven import rows_of
 
 SOLVER_S = 3.0
 """Seconds for one question to the solver, at most, while an error is explained."""
@@ -42,7 +43,7 @@ def smallest_plans(task: Task, batch: int) -> Iterator[SmallPlan]:
     if not task.program.training:
         task = task.changed(options=replace(task.options, recompute="none"))
     for owner in [*_in_most_microbatches(task, batch), task]:
-        for mesh in candidate_meshes(task.cluster, task.options, rows=rows_of(owner.program)):
+        for mesh in map(owner.sharing, candidate_meshes(task.cluster, task.options, rows=rows_of(owner.program))):
             try:
                 joint = joint_on(owner, mesh)
                 joint.within(0.0)

@@ -26,10 +26,8 @@ def asks_for_pipeline(options: Options) -> bool:
 
 
 def leaves_stages_open(options: Options, ranks: int) -> bool:
-    """Whether the options leave it to the search how many stages there are. Rows that are to move do so in one stage alone."""
-    return (
-        ranks > 1 and not options.rebalance and options.pp != 1 and options.strategy == "auto" and options.mesh is None
-    )
+    """Whether the options leave it to the search how many stages there are."""
+    return ranks > 1 and options.pp != 1 and options.strategy == "auto" and options.mesh is None
 
 
 def check_pipeline_options(task: Task) -> None:

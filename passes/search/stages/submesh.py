@@ -28,10 +28,9 @@ from autopar.passes.search.one_mesh.joint import JointSearch
 from autopar.passes.search.one_mesh.within_memory import joint_on, solution_of
 from autopar.passes.search.task import Task
 from autopar.passes.search.workers import Answers
-from autopar.passes.shard.meshes import rows_of
 from autopar.passes.shard.solve import Shortage, Solution
 from autopar.passes.shard.solve_mesh import solve_mesh
-from autopar.passes.shard.uneven import for_rows
+from autopar.passes.shard.uneven import for_rows, rows_of
 from autopar.passes.stage import StageOption
 from autopar.plan import StagePlan
 
@@ -89,7 +88,7 @@ class SubmeshPlans:
         key = (M, mesh, share, policy)
         if key not in self._plans:
             budget = share * groups * task.limit_at(mesh)
-            held = task.sharing(for_rows(mesh, rows_of(task.program)))
+            held = task.sharing(for_rows(mesh, rows_of(task.program), task.options.rebalance))
             joint = self._joint(task, M, held, groups) if policy == "auto" else None
             solved = _by_joint(joint, budget) if joint is not None else _by_policy(task, held, budget, groups, policy)
             self._plans[key] = _measured(task, self._short(task), held, *solved) if solved is not None else None

@@ -1,4 +1,5 @@
-"""A model that was meant to be trained and has no loss is refused, with the loss_fn to write; nothing said means inference."""
+"""A model that was meant to be trained is trained on the only scalar with a gradient in what it returns; where there is none, or
+several, it is refused with the loss_fn to write. Nothing said means inference."""
 
 from __future__ import annotations
 
@@ -54,6 +55,10 @@ def ordered(logits: torch.Tensor, loss: torch.Tensor) -> Any:
     return OrderedDict(logits=logits, objective=loss)
 
 
+def two(logits: torch.Tensor, loss: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return logits, loss, 2 * loss
+
+
 def compiled(made: Any, **given: Any) -> autopar.ParallelProgram:
     torch.manual_seed(0)
     return autopar.compile(Net(made), autopar.ClusterSpec.local(1), (X, Y), **given)
@@ -62,13 +67,9 @@ def compiled(made: Any, **given: Any) -> autopar.ParallelProgram:
 @pytest.mark.parametrize(
     ("made", "written"),
     [
-        (tuple_of, "out[1]"),
         (lambda logits, loss: [logits, loss.reshape(1)], "out[1]"),
-        (as_dict, 'out["objective"]'),
-        (ordered, 'out["objective"]'),
-        (Pair, "out.objective"),
+        (lambda logits, loss: {"loss": None, "objective": loss}, 'out["objective"]'),
         (Made, "out.objective"),
-        (nested, 'out["losses"][1]'),
         (lambda logits, loss: loss.reshape(1), "out"),
     ],
 )
@@ -76,13 +77,30 @@ def test_the_loss_among_the_outputs_is_named_as_one_writes_it_and_trains(made: A
     with pytest.raises(autopar.InputError) as refused:
         compiled(made, optimizer=SGD)
     assert f"pass loss_fn=lambda out: {written}." in str(refused.value)
-    program = compiled(made, optimizer=SGD, loss_fn=eval(f"lambda out: {written}"))
+    check_trained(compiled(made, optimizer=SGD, loss_fn=eval(f"lambda out: {written}")), made)
+
+
+@pytest.mark.parametrize("made", [tuple_of, as_dict, ordered, Pair, nested, lambda logits, loss: [loss, logits]])
+def test_the_only_scalar_with_a_gradient_is_trained_on(made: Any) -> None:
+    check_trained(compiled(made, optimizer=SGD), made)
+
+
+def test_of_several_scalars_none_is_taken() -> None:
+    with pytest.raises(
+        autopar.InputError, match=r"out\[1\] \(or out\[2\]\) is the loss, pass loss_fn=lambda out: out\[1\]"
+    ):
+        compiled(two, optimizer=SGD)
+
+
+def check_trained(program: autopar.ParallelProgram, made: Any) -> None:
+    """The program is trained on the cross-entropy, and gives nothing beside it."""
     assert program.training
     model = Net(made)
     torch.manual_seed(0)
     model.head.reset_parameters()
-    (loss,) = program.run([(X, Y)], steps=1).losses
-    torch.testing.assert_close(loss, F.cross_entropy(model.head(X), Y))
+    result = program.run([(X, Y)], steps=1)
+    torch.testing.assert_close(result.losses, (F.cross_entropy(model.head(X), Y),))
+    assert not result.outputs
 
 
 @pytest.mark.parametrize(
@@ -102,7 +120,7 @@ def test_the_loss_among_the_outputs_is_named_as_one_writes_it_and_trains(made: A
 def test_whatever_means_nothing_in_inference_is_named(given: Any) -> None:
     name = next(iter(given))
     with pytest.raises(autopar.InputError, match=f"{name}=|Options.") as refused:
-        compiled(tuple_of, **given)
+        compiled(two, **given)
     assert "leave" in str(refused.value)
 
 
@@ -121,7 +139,7 @@ def test_a_loss_without_a_gradient_is_told_why_it_is_none() -> None:
 
 
 def model_for_the_command_line() -> dict[str, Any]:
-    return {"model": Net(tuple_of), "example_inputs": (X, Y), "optimizer": SGD}
+    return {"model": Net(two), "example_inputs": (X, Y), "optimizer": SGD}
 
 
 def test_the_command_line_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +25,9 @@ DEEPSEEK = TransformerShape(
 )  # fmt: skip
 
 
-def model_and_batch(shape: TransformerShape) -> tuple[Transformer, tuple[torch.Tensor, torch.Tensor]]:
+def model_and_batch(shape: TransformerShape, rows: int = 8) -> tuple[Transformer, tuple[torch.Tensor, torch.Tensor]]:
     torch.manual_seed(0)
-    ids = torch.randint(0, shape.vocab, (8, shape.seq_len + 1))
+    ids = torch.randint(0, shape.vocab, (rows, shape.seq_len + 1))
     return Transformer(shape), (ids[:, :-1], ids[:, 1:])
 
 
@@ -123,14 +126,91 @@ def test_rows_travel_between_all_ranks_of_the_axis() -> None:
 
 def test_a_model_without_experts_cannot_have_them_apart() -> None:
     shape = TransformerShape(1, 16, 4, 32, 32, 8)
-    with pytest.raises(InfeasibleError, match="no mixture of experts has tokens and experts that divide by ep=2"):
+    with pytest.raises(InfeasibleError, match="no mixture of experts can be shared along ep=2"):
         compiled(shape, "dp1 ep2", "zero1")
 
 
-def test_experts_that_the_axis_does_not_divide_are_named() -> None:
+def test_an_axis_of_more_ranks_than_experts_is_named() -> None:
     shape = TransformerShape(1, 16, 4, 32, 32, 8, experts=3, topk=1)
-    with pytest.raises(InfeasibleError, match="ep=2; take a divisor, or name the axis dp"):
-        compiled(shape, "dp1 ep2", "zero1")
+    with pytest.raises(InfeasibleError, match="ep=4; take no more ranks than experts"):
+        compiled(shape, "dp1 ep4", "zero1")
+
+
+def unequal(
+    experts: int, axes: dict[str, int], rows: int = 8, layers: int = 1, training: bool = True, **options: Any
+) -> ParallelProgram:
+    """A program whose experts do not divide by `ep`, held against one device."""
+    model, batch = model_and_batch(replace(MIXTRAL, experts=experts, layers=layers), rows)
+    ranks = math.prod(axes.values()) * options.get("pp", 1)
+    given = Options(**{"mesh": axes, "strategy": "zero1", "recompute": "none", "on_overflow": "chunk"} | options)  # type: ignore[arg-type]
+    program = autopar.compile(
+        model, ClusterSpec.local(ranks), batch, optimizer=ADAMW if training else None, options=given
+    )
+    result = autopar.verify(program, model, batch)
+    assert result.ok
+    assert result.max_error <= 1e-9
+    return program
+
+
+def blocks(program: ParallelProgram, size: int) -> set[Any]:
+    """The lengths in which `ep` cuts a dim of this size."""
+    return {stage.mesh.blocks(size, ("ep",)) for stage in program.plan.stages}
+
+
+def test_experts_that_do_not_divide_are_shared_by_all_ranks_as_rows_are() -> None:
+    program = unequal(8, {"ep": 3}, rows=7)
+    assert chosen(program, "autopar.experts") == {("+t0+e",)}
+    assert (blocks(program, 8), blocks(program, 7)) == ({(3, 3, 2)}, {(3, 2, 2)})
+    assert {s for n, s in storages(program).items() if n.endswith("w_in")} == {("[@ep, ., ., .]",) * 2}
+    assert all("all_reduce" not in c.kind for c in program.account.collectives if "w_in" in c.what or "w_out" in c.what)
+
+
+def test_dims_that_hold_the_rows_are_cut_as_rows_are_and_not_as_experts_are() -> None:
+    """6 rows of 8 tokens are 48, a multiple of 8 experts."""
+    program = unequal(8, {"ep": 3}, rows=6)
+    assert (blocks(program, 8), blocks(program, 6), blocks(program, 48)) == ({(3, 3, 2)}, {(2, 2, 2)}, {(16, 16, 16)})
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("experts", "axes", "rows", "options"),
+    [
+        (5, {"dp": 2, "ep": 2}, 8, {}),
+        (7, {"ep": 2, "tp": 2}, 4, {"strategy": "megatron-zero1"}),
+        (6, {"ep": 4}, 8, {"microbatches": 2}),
+        (5, {"ep": 3, "cp": 2}, 3, {"strategy": "megatron"}),
+        (3, {"ep": 2}, 8, {"pp": 2, "layers": 2, "microbatches": 2, "schedule": "1f1b"}),
+        (5, {"ep": 3}, 5, {"training": False, "strategy": "zero3"}),
+        (3, {"ep": 2}, 5, {"strategy": "zero3", "expert_imbalance": 2.0, "on_overflow": "stop"}),
+    ],
+    ids=str,
+)
+def test_unequal_experts_beside_other_axes_equal_one_device(
+    experts: int, axes: dict[str, int], rows: int, options: dict[str, Any]
+) -> None:
+    program = unequal(experts, axes, rows, **options)
+    assert all("+t0+e" in strategy for strategy in chosen(program, "autopar.experts"))
+    assert all(isinstance(one, tuple) for one in blocks(program, experts))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("strategy", ["zero3", "auto"])
+@pytest.mark.parametrize("ranks", range(2, 8))
+@pytest.mark.parametrize("experts", [3, 5, 6, 7])
+def test_any_number_of_experts_on_any_number_of_ranks(experts: int, ranks: int, strategy: str, training: bool) -> None:
+    if ranks <= experts or strategy == "auto":
+        unequal(experts, {"ep": ranks}, rows=7 + ranks % 2, training=training, strategy=strategy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_random_plans_whose_experts_do_not_divide_equal_one_device(seed: int) -> None:
+    program = unequal(5, {"dp": 2, "ep": 2}, rows=10, layers=2)
+    plan = autopar.random_plan(program, seed)
+    result = autopar.verify(program.with_plan(plan), *model_and_batch(replace(MIXTRAL, experts=5), 10))
+    assert result.ok
+    assert result.max_error <= 1e-9
 
 
 def test_a_batch_must_divide_by_both_axes() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 import autopar
 from autopar.cli.doctor import main as doctor
-from autopar.runtime.run.learned_speeds import LEARNED, read_learned, seconds_of
+from autopar.runtime.run.learned_speeds import LEARNED, read_learned, slowness_of
 from tests.runtime.staged import run as run_ranks
 
 ROWS, STEPS = 21, 32
@@ -63,7 +63,7 @@ def test_a_run_moves_rows_keeps_the_speeds_and_begins_with_them(tmp_path, capsys
     learned = read_learned(run)
     assert learned is not None
     (machine,) = learned.machines.values()
-    assert learned.shares[2] <= 4
+    assert learned.rows[0].shares[2] <= 4
     assert machine[2] > 2 * max(machine[:2])
     status, again = run_ranks(out, [*argv, "--steps", STEPS + 4], 3, tmp_path / "again")
     assert status == [0, 0, 0], again
@@ -77,7 +77,7 @@ def test_a_run_moves_rows_keeps_the_speeds_and_begins_with_them(tmp_path, capsys
 
 def test_a_damaged_file_is_named(tmp_path, capsys):
     (tmp_path / LEARNED).write_text(
-        json.dumps({"axis": "dp", "shares": [1, 2], "machines": {"a": ["fast"]}, "moves": []})
+        json.dumps({"rows": [{"axis": "dp", "shares": [1, 2]}], "machines": {"a": ["fast"]}, "moves": []})
     )
     assert doctor([str(tmp_path)]) == 2
     assert "machines" in capsys.readouterr().err
@@ -85,5 +85,10 @@ def test_a_damaged_file_is_named(tmp_path, capsys):
 
 def test_ranks_are_as_fast_as_their_machines_were():
     learned = {"a": (1.0, 2.0), "b": (4.0,)}
-    assert seconds_of(learned, ["a", "b", "a"]) == [1.0, 4.0, 2.0]
-    assert seconds_of(learned, ["a", "a", "a", "new"]) == [1.0, 2.0, 2.0, 2.0]
+    assert slowness_of(learned, ["a", "b", "a"]) == [1.0, 4.0, 2.0]
+    assert slowness_of(learned, ["a", "a", "a", "new"]) == [1.0, 2.0, 2.0, 2.0]
+
+
+def test_ranks_whose_rows_do_not_move_are_taken_to_be_usual():
+    learned = {"a": (1.0, 0.0), "b": (0.0,), "c": (3.0,)}
+    assert slowness_of(learned, ["a", "a", "b", "c"]) == [1.0, 2.0, 2.0, 3.0]

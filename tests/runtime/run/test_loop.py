@@ -27,6 +27,7 @@ def loop_of(steps: int, training: bool = True, **how: Any) -> train_loop.Loop:
     guards = types.SimpleNamespace(settle=lambda: heard("guards"), forget=lambda: None)
 
     class Program:
+        own_rows = False
         session = types.SimpleNamespace(
             comm=comm,
             training=training,

@@ -261,7 +261,9 @@ def test_a_run_writes_records_beside_its_steps(emitted, tmp_path):  # noqa: F811
 def test_a_step_of_a_run_writes_one_line_and_asks_for_no_message(tmp_path):
     """The session has no way to send anything, and its file grows by a line a step."""
     comm = SimpleNamespace(rank=0, device=torch.device("cpu"), excused=lambda what: nullcontext())
-    loop = SimpleNamespace(program=SimpleNamespace(leaves=list), save_s=0.0)
+    loop = SimpleNamespace(
+        program=SimpleNamespace(shapes=lambda batch: [(leaf.shape, leaf.dtype) for leaf in batch]), save_s=0.0
+    )
     asked = argparse.Namespace(
         metrics=str(tmp_path / "m.jsonl"), run=None, tensorboard=None, prometheus=("127.0.0.1", 0)
     )

@@ -4,7 +4,7 @@ A row is a (token, choice) pair. Rows are computed sorted by expert, where the e
 axis that shards tokens and experts together, on the rank that has the expert's block. How many rows a rank gets only the
 data decides; memory is promised for at most
 
-    most = ceil(imbalance · rows that a rank would get if all got as many)
+    most = ceil(imbalance · rows that the rank with most experts would get if all experts got as many)
 
 Rows beyond it stop the step on every rank of the axis alike, or are computed in more pieces. Along an axis counts are
 gathered first, so that every rank knows what all others send. Every rank's rows stand in the order (expert, source), and
@@ -15,6 +15,7 @@ on inside it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,13 +55,48 @@ class Promise:
 @dataclass(frozen=True)
 class Spread:
     """Where the experts are that tokens chose: on this rank from number `first` on, one of so many `parts` of them, or, with
-    `along`, those of all ranks of this axis from this number on. mean: rows that each of these would compute if all got as
-    many, where that are not those of the tokens at hand."""
+    `along`, those of all ranks of this axis from this number on. lengths: how many each of these has, where that is not
+    the same. pairs: of the rank with most tokens, where ranks have unequally many. mean: rows that a rank would compute if all
+    got as many, where they came to this node first."""
 
     first: int = 0
     parts: float = 1
     along: Along | None = None
+    lengths: tuple[int, ...] = ()
+    pairs: int = 0
     mean: int | None = None
+
+    def share(self, experts: int) -> Share:
+        """Who has which experts along the axis. experts: on this rank."""
+        assert self.along is not None
+        if not self.lengths:
+            return Share((experts,) * self.along.size, self.along.index * experts)
+        return Share(self.lengths, self.along.start(sum(self.lengths)))
+
+    def rows(self, chosen: Tensor) -> int:
+        """Rows that the rank with most experts would compute if all experts got as many and all ranks sent as many as the one
+        with most."""
+        if self.mean is not None:
+            return self.mean
+        pairs = self.pairs or chosen.numel()
+        return math.ceil(pairs * len(self.lengths) * max(self.lengths) / sum(self.lengths)) if self.lengths else pairs
+
+
+@dataclass(frozen=True)
+class Share:
+    """How many experts each rank along an axis has, and the number of this rank's first among all of them."""
+
+    lengths: tuple[int, ...]
+    start: int
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """The number after the last expert of every rank."""
+        return tuple(itertools.accumulate(self.lengths))
+
+    def by_rank(self, of_experts: Tensor) -> Tensor:
+        """Sums over every rank's experts. of_experts: (…, experts of all ranks) -> (…, ranks)."""
+        return torch.stack([part.sum(-1) for part in of_experts.split(self.lengths, -1)], -1)
 
 
 @dataclass(frozen=True)
@@ -167,21 +203,21 @@ def pieces(chosen: Tensor, experts: int, promise: Promise, spread: Spread) -> It
 
 
 def _sent_pieces(chosen: Tensor, experts: int, promise: Promise, spread: Spread, along: Along) -> Iterator[Piece]:
-    order, ends = by_group(chosen, spread.first, experts * along.size)
+    share, mean, few = spread.share(experts), spread.rows(chosen), spread.mean is not None
+    order, ends = by_group(chosen, spread.first, share.ends[-1])
     counting = along.start_all_gather(torch.diff(ends, prepend=ends.new_zeros(1)).unsqueeze(0), 0)
-    mean, few = chosen.numel() if spread.mean is None else spread.mean, spread.mean is not None
     place, most = placed(order, len(order)), promise.most(mean)
     if chosen.is_meta:
         yield _promised_piece(order, place.view_as(chosen), experts, most, along, few)
         return
     counts = counting.wait().cpu()
-    loads = counts.view(along.size, along.size, experts).sum((0, 2))
+    loads = share.by_rank(counts.sum(0))
     if promise.on_overflow != "chunk" and int(loads.max()) > most:
         raise ExpertOverflow(overflow(loads, counts.sum(0), promise, most, mean, along.axis))
-    mine, own = slice(along.index * experts, (along.index + 1) * experts), counts[along.index]
+    mine, own = slice(share.start, share.start + experts), counts[along.index]
     starts = own.cumsum(0) - own
     fits = int(counts.sum(1).max()) <= most
-    for piece in _shares(counts, experts, most if fits else max(most // along.size, 1)):
+    for piece in _pieces_of(counts, share, most if fits else max(most // along.size, 1)):
         sent, arriving = piece[along.index], piece[:, mine]
         pairs = _ranges(starts, sent).to(order.device)
         starts = starts + sent
@@ -191,20 +227,20 @@ def _sent_pieces(chosen: Tensor, experts: int, promise: Promise, spread: Spread,
             placed(pairs, len(order))[place].view_as(chosen),
             Handle(None, (arrange, arriving.sum(0).cumsum(0).to(ends.device))),
             along,
-            tuple(sent.view(along.size, experts).sum(1).tolist()),
+            tuple(share.by_rank(sent).tolist()),
             tuple(arriving.sum(1).tolist()),
             few,
         )
 
 
-def _shares(counts: Tensor, experts: int, most: int) -> Iterator[Tensor]:
+def _pieces_of(counts: Tensor, share: Share, most: int) -> Iterator[Tensor]:
     """The counts of every piece. counts: (source, expert of all ranks)."""
-    ranks = len(counts)
-    by_rank = counts.t().reshape(ranks, experts * ranks)
-    ends = by_rank.cumsum(1)
-    for start in range(0, int(ends[:, -1].max()), most):
-        before, after = ((ends - by_rank).clamp(start, start + most), ends.clamp(start, start + most))
-        yield (after - before).view(ranks * experts, ranks).t()
+    by_expert, loads = counts.t(), share.by_rank(counts.sum(0))
+    before_rank = (loads.cumsum(0) - loads).repeat_interleave(torch.tensor(share.lengths))
+    ends = by_expert.flatten().cumsum(0).view_as(by_expert) - before_rank.unsqueeze(1)
+    for start in range(0, int(loads.max()), most):
+        before, after = ((ends - by_expert).clamp(start, start + most), ends.clamp(start, start + most))
+        yield (after - before).t()
 
 
 def _by_expert(arriving: Tensor) -> Tensor:

@@ -48,15 +48,19 @@ def _experts(
     parts: float = 1,
     inner: int = 0,
     along: Along | None = None,
+    experts: int = 0,
+    tokens: int = 0,
 ) -> Parts[Tensor]:
     """x: (…, d), chosen, weights: (…, choices), w_in: (experts, d, 1 or 2, f), b_in: (experts, 1 or 2, f), w_out: (experts,
     f, d), b_out: (experts, d) -> (…, d).
 
     first, parts: number of the first expert of this block, and into how many blocks as long as the longest they are cut;
-    inner: of the first of its f. Raises ExpertOverflow.
+    inner: of the first of its f. experts: of all ranks along the axis, where they hold unequally many; tokens: of the rank with
+    the most, where it is not the same on all. Raises ExpertOverflow.
     """
     layers = _Layers(w_in, b_in, w_out, None if inner else b_out, Gate(act, alpha, limit, shift))
-    promise, spread = Promise(expert_imbalance, on_overflow, source), Spread(first, parts, along)
+    promise = Promise(expert_imbalance, on_overflow, source)
+    spread = _spread(first, parts, along, experts, tokens * chosen.shape[-1])
     y = yield from _mixed(layers, promise, spread, _flat(x), _flat(chosen), _flat(weights))
     return y.to(x.dtype).view(x.shape)
 
@@ -121,6 +125,8 @@ def _experts_grad(
     parts: float = 1,
     inner: int = 0,
     along: Along | None = None,
+    experts: int = 0,
+    tokens: int = 0,
 ) -> Parts[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:
     """The gradients of x, weights, w_in, b_in, w_out, b_out; one zero for a bias that is absent, and for all layers
     unless `of_layers`. The gradients of results come while the first product is made again, those of rows go back while
@@ -132,7 +138,7 @@ def _experts_grad(
         grad.zero_()
     promise, spread, to = (
         Promise(expert_imbalance, on_overflow, source, notes=False),
-        Spread(first, parts, along),
+        _spread(first, parts, along, experts, tokens * chosen.shape[-1]),
         grads if of_layers else (),
     )
     gs, later = Handle(None, _flat(g)), list[Callable[[], None]]()
@@ -203,6 +209,11 @@ def _mixed_grad(
         del dx_coming, dshare, dshare_coming
     gs.wait()  # also where none of them chose an expert here: a message that nobody waits for may be lost
     return dx, dshares
+
+
+def _spread(first: int, parts: float, along: Along | None, experts: int, pairs: int) -> Spread:
+    lengths = along.lengths(experts) if along is not None and experts else ()
+    return Spread(first, parts, along, lengths, pairs)
 
 
 def _do(later: list[Callable[[], None]]) -> None:

@@ -4,9 +4,10 @@ Every rank sends every other as many rows, of which the first are what it has fo
 
     room = max(imbalance · mean, mean + 6 · sqrt(mean)), at most all
 
-rows for each, where the mean is that of equal shares: the promise of memory (dispatch.py), or where that is more, what no random
-choice exceeds. Counts are gathered as a tensor, from which a rank sorts what arrives by expert, padding last. Tokens that
-go to nodes need none: padding chose no expert. More rows than have room end the step on all ranks (../overflow.py).
+rows for each, where the mean is that of equal choices, to the rank with most experts: the promise of memory (dispatch.py), or
+where that is more, what no random choice exceeds. Counts are gathered as a tensor, from which a rank sorts what arrives by
+expert, padding last. Tokens that go to nodes need none: padding chose no expert. More rows than have room end the step on all
+ranks (../overflow.py).
 
     rank 0 sends its 3 rows of experts 2 2 3 to rank 1, room 4      2 2 3 ·     counts (0, 0, 2, 1)
 """
@@ -66,10 +67,10 @@ def _own_rows(chosen: Tensor, experts: int, promise: Promise, spread: Spread) ->
 
 def _sent_rows(chosen: Tensor, experts: int, promise: Promise, spread: Spread, along: Along) -> Piece:
     """The rows that this rank sends, as many to every rank."""
-    order, ends = by_group(chosen, spread.first, experts * along.size)
-    rows, ranks = chosen.numel() if spread.mean is None else spread.mean, along.size
-    room = promise.room(rows, ranks, len(order))
-    of_ranks = ends[experts - 1 :: experts]
+    share, rows, ranks = spread.share(experts), spread.rows(chosen), along.size
+    order, ends = by_group(chosen, spread.first, share.ends[-1])
+    room = promise.room(rows, ranks, spread.pairs or len(order))
+    of_ranks = torch.stack([ends[end - 1] for end in share.ends])
     starts = torch.cat([ends.new_zeros(1), of_ranks[:-1]])
     loads = of_ranks - starts
     _note(
@@ -88,7 +89,7 @@ def _sent_rows(chosen: Tensor, experts: int, promise: Promise, spread: Spread, a
     return Piece(
         pairs.flatten(),
         place.view_as(chosen),
-        counting.then(lambda gathered: _arrived(gathered, along.index * experts, experts, within)),
+        counting.then(lambda gathered: _arrived(gathered, share.start, experts, within)),
         along,
         (room,) * ranks,
         (room,) * ranks,
@@ -122,7 +123,7 @@ def _to_nodes(chosen: Tensor, experts: int, promise: Promise, along: Along, inne
     )
     first = (~visited).to(torch.uint8).sort(dim=1, stable=True)[1][:, :room]
     real = torch.arange(room, device=chosen.device) < loads.unsqueeze(1)
-    inside = Spread(along.index * of_node, 1, inner, chosen.numel())
+    inside = Spread(along.index * of_node, 1, inner, mean=chosen.numel())
     return Leg(along, first.flatten(), (room,) * nodes, (room,) * nodes, inside, real.flatten())
 
 

@@ -79,7 +79,7 @@ def _legs(chosen: Tensor, experts: int, promise: Promise, along: Along, inner: A
     """along: from node to node; inner: inside one."""
     tokens, choices = chosen.shape
     nodes, of_node, mean = along.size, experts * inner.size, tokens * min(choices, along.size)
-    inside = Spread(along.index * of_node, 1, inner, chosen.numel())
+    inside = Spread(along.index * of_node, 1, inner, mean=chosen.numel())
     room = min(max(promise.most(mean), nodes), nodes * tokens)
     visited = visited_nodes(chosen, nodes, of_node)
     own = torch.cat([visited.sum(0), _counts(chosen, nodes * of_node)]).unsqueeze(0)

@@ -30,7 +30,7 @@ from autopar.runtime.kernels.experts import padded
 from autopar.runtime.kernels.experts.dispatch import Promise
 from autopar.runtime.kernels.grouped import Groups
 from tests.ops.execution import as_node, rule_of
-from tests.ops.test_experts import GATES, ROUTES, Mixture, check, mixture
+from tests.ops.test_experts import GATES, ROUTES, Mixture, check, mixture, shares
 from tests.ops.test_experts_over_nodes import Bytes, run
 from tests.passes.lower.test_overlap_experts import RANKS, batch, model, program
 
@@ -88,6 +88,43 @@ def test_uneven_rows_within_the_room_give_the_loops_values_and_gradients(
     chosen = torch.multinomial(chances, 2, generator=generator)
     one = replace(mixture((256,), 8, 2, biased=True), chosen=chosen, promise=(1.25, "stop"))
     check(one, Mesh.of(a=ranks), (strategy,))
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(("ranks", "experts", "tokens"), [(2, 3, (3,)), (3, 8, (7, 2)), (4, 10, (8,))])
+def test_padded_messages_between_unequal_numbers_of_experts_and_tokens(
+    ranks: int, experts: int, tokens: tuple[int, ...], route: str
+) -> None:
+    one = replace(mixture(tokens, experts, 2, route=route, biased=True), promise=(float(experts), "stop"))
+    check(one, Mesh.of(a=shares(ranks, experts, tokens[0])), ("+t0+e",))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_messages_between_unequal_numbers_of_experts_have_the_bytes_that_are_priced(backward: bool) -> None:
+    """Every message is as long as one to the rank with most experts, which has 3 of 8."""
+    mesh = Mesh.of(ep=shares(3, 8))
+    one = replace(mixture((3 * 257,), 8, 2), promise=(1.25, "stop"))
+    case = one.cases(one.x)[backward]
+    call = op_call(as_node(case, case.whole())[0])
+    sent = sent_by(call, rule_of(call), ("+t0+e",), mesh, LEAST_CUDA)
+    priced = sum(s.nbytes for s in sent if s.kind == "exchange") * 2 / 3
+
+    def bytes_sent(comm: Comm) -> int:
+        watcher = Bytes(comm.rank)
+        comm.watch(watcher)
+        own = [None if t is None else t.chunk(3)[comm.rank] for t in one.operands]
+        for place in (1, 3):
+            layers = one.operands[place]
+            assert layers is not None
+            own[place] = layers.split((3, 3, 2))[comm.rank]
+        told: dict[str, Any] = {"along": Along(comm, "ep"), "experts": 8}
+        if backward:
+            local.experts_grad(own[0], *own, True, *GATE, *one.promise, **told)  # type: ignore[arg-type]
+        else:
+            local.experts(*own, *GATE, *one.promise, **told)  # type: ignore[arg-type]
+        return watcher.by_axis["ep"]
+
+    assert run_threads(3, mesh.sizes, bytes_sent) == [pytest.approx(priced, rel=0.01)] * 3
 
 
 class Sizes:
