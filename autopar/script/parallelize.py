@@ -59,6 +59,7 @@ def parallelize(
     pad_values: Mapping[str, float] | None = None,
     weights: str | Path | None = None,
     backend: str | None = None,
+    rows: str = "global",
     timeout_s: float = 600.0,
     compile_timeout_s: float = 3600.0,
 ) -> Step:
@@ -67,7 +68,8 @@ def parallelize(
     Arguments are those of `autopar.compile`; factories may be lambdas. cluster: "here", or a description of as many devices as
     there are ranks. The model's weights are the first ones: those of rank 0, where ranks made others. weights: a checkpoint or a
     directory of safetensors instead, which a model on the meta device needs. backend: "nccl" or "gloo", where the usual one is
-    not meant. timeout_s: that ranks wait for each other, compile_timeout_s: for the one that compiles.
+    not meant. rows: "local", where each rank is given its own rows of every batch alone (`step.shard`). timeout_s: that ranks
+    wait for each other, compile_timeout_s: for the one that compiles.
 
     Raises what `compile` raises, on every rank; InputError where ranks and cluster do not go together; RankError where ranks ask
     for different programs; LaunchError, CollectiveTimeout.
@@ -110,7 +112,9 @@ def parallelize(
         )
     if ranks.met is not None:
         leave_group_at_end()
-    program = load(manifest, backend, weights=weights, timeout_s=timeout_s, met=ranks.met, update=request.update)
+    program = load(
+        manifest, backend, weights=weights, rows=rows, timeout_s=timeout_s, met=ranks.met, update=request.update
+    )
     if weights is None:
         _take_weights(program, model)
     return Step(program, model, directory)

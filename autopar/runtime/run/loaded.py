@@ -59,17 +59,18 @@ class LoadedProgram:
         Training: this step's loss, or (loss, extras), nested as loss_fn returned it, where there are any. Inference: the output,
         or the tuple of outputs.
         """
-        return self._step(batch, named, self.own_rows)
+        return self.take(batch, named, self.own_rows)
 
     def local(self, *batch: Any, **named: Any) -> Any:
         """One step on a batch of which this rank has its own rows alone (`shard.indices`, in that order). What the rank does
         not take may be missing or None; all ranks call it for the same step."""
-        return self._step(batch, named, True)
+        return self.take(batch, named, True)
 
-    def _step(self, batch: tuple[Any, ...], named: Mapping[str, Any], own_rows: bool) -> Any:
-        tensors = self._leaves(given(batch, named), own_rows)
+    def take(self, batch: tuple[Any, ...], named: Mapping[str, Any], own_rows: bool, update: bool = True) -> Any:
+        """One step on a batch as a call's arguments. update: False adds its gradients to those of the next one instead."""
+        tensors = self._leaves(_given(batch, named), own_rows)
         if self.session.training:
-            loss = self.session.train_step(tensors, own_rows=own_rows)
+            loss = self.session.train_step(tensors, update=update, own_rows=own_rows)
             return loss if self.session.extras is None else (loss, self.session.extras)
         outputs = self.session.forward(tensors, own_rows=own_rows)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
@@ -131,7 +132,7 @@ class LoadedProgram:
         checkpoint.load(directory, self.session, checked=checked)
 
 
-def given(batch: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+def _given(batch: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
     """The global batch that a call's arguments are."""
     if named or (len(batch) == 1 and not isinstance(batch[0], torch.Tensor)):
         return named or batch[0]
