@@ -83,7 +83,7 @@ def wrapper_s(step: Any, ids: Any) -> float:
 
 
 def start(cache: str, steps: int) -> dict[str, Any]:
-    """What rank 0 of a fresh launch of two ranks measured."""
+    """The measurements of rank 0 of a fresh launch of two ranks."""
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__, "--worker"]
     root = Path(__file__).parents[1]
     environment = os.environ | {"AUTOPAR_CACHE": cache, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
