@@ -273,6 +273,12 @@ def check_plan(plan: Plan, program: Program) -> None:
                     f"parameter {name}: the optimizer state {p.optimizer.show()} must be sharded at least like the stored "
                     f"parameter {p.storage.show()}, over the same axes first; beside a run it is the same run"
                 )
+            owner = p.optimizer.owner
+            if owner is not None and (owner >= stage.mesh.product(p.optimizer.run) or p.tier or any(p.optimizer.dims)):
+                raise PlanError(
+                    f"parameter {name}: {p.optimizer.show()} must name one of {stage.mesh.product(p.optimizer.run)} ranks, which "
+                    "has all of the tensor in its device's memory"
+                )
             if any(stage.mesh.sizes[axis] == 1 for axis in p.optimizer.run):
                 raise PlanError(
                     f"parameter {name}: the run {p.optimizer.show()} is over an axis of one rank; leave that out"

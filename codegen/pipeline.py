@@ -23,7 +23,7 @@ from autopar.runtime.comm.mesh import told_sizes
 
 @dataclass(frozen=True)
 class MovingRows:
-    """What a program knows of rows that move between ranks, by group of ranks. most_units: units that a rank has room for, none
+    """The room and the pace of ranks between which rows move, by group of ranks. most_units: units that a rank has room for, none
     where rows do not move; busy_s: predicted seconds of a step for which the rank with the most units computes."""
 
     most_units: tuple[int, ...] = ()

@@ -6,7 +6,8 @@ at once, as NCCL's do, so the slowest one counts. The texts add the levels up: t
 `tests/oracles/collectives.py`. Letters are theirs: S bytes, P ranks, B bytes/s, a seconds per hop.
 
 `nbytes` is always the full array S: what each rank has (all_reduce), the gathered output (all_gather), the input
-(reduce_scatter), what one rank holds (all_to_all, exchange), the message (broadcast, p2p; shift: of everyone to the next).
+(reduce_scatter), what one rank holds (all_to_all, exchange), the message (broadcast, reduce, p2p; shift: of everyone to the
+next).
 An exchange is an all_to_all of shares that only the data decides.
 """
 
@@ -143,6 +144,7 @@ COSTS: dict[str, CollectiveCost] = {
         one_way=True,
         sample=lambda comm, full, part: comm.broadcast(full, "all"),
     ),
+    "reduce": CollectiveCost(_along_a_tree_s, lambda n: 1.0, carried="whole"),
     "p2p": CollectiveCost(_along_a_tree_s, lambda n: 1.0, carried="whole", one_way=True),
     "shift": CollectiveCost(
         _to_the_next_s,

@@ -16,7 +16,7 @@ On two ranks a float32 (8, 4) under Adam, stored whole and updated by columns, h
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Generic
 
@@ -28,6 +28,7 @@ from autopar.ir.program import Program
 from autopar.ir.setting import Bytes, Setting
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
+from autopar.runtime.comm.mesh import mesh_index
 
 
 @dataclass(frozen=True)
@@ -80,22 +81,45 @@ class ParameterOnRank(Generic[Bytes]):
             yield RestingBytes("optimizer", "parameters", self.copied)
 
 
-def on_rank(p: StoredParameter, mesh: Mesh) -> ParameterOnRank[float]:
-    """A parameter as one rank of a stage holds it."""
-    held = planned(p.type, p.storage, p.optimizer, mesh, p.contributions > 0, (p.name,) if p.owned else ())
+def on_rank(p: StoredParameter, mesh: Mesh, rank: int | None = None) -> ParameterOnRank[float]:
+    """A parameter as one rank of a stage holds it. rank: of the mesh (None: on average, where one rank has it whole)."""
+    held = planned(p.type, p.storage, p.optimizer, mesh, p.contributions > 0, (p.name,) if p.owned else (), rank)
     return replace(held, narrow=p.stored_bytes(mesh, p.narrow)) if p.narrow is not None else held
 
 
 def planned(
-    type_: TensorType, storage: Spec, optimizer: Spec, mesh: Mesh, trained: bool, names: tuple[str, ...]
+    type_: TensorType,
+    storage: Spec,
+    optimizer: Spec,
+    mesh: Mesh,
+    trained: bool,
+    names: tuple[str, ...],
+    rank: int | None = None,
 ) -> ParameterOnRank[float]:
-    """A parameter as one rank holds it under two specs. names: as of `ParameterOnRank`, where it is trained."""
-    stored, updated = float(storage.local_bytes(type_, mesh)), float(optimizer.local_bytes(type_, mesh))
+    """A parameter as one rank holds it under two specs. names: as of `ParameterOnRank`, where it is trained; rank: as of
+    `on_rank`."""
+    stored, updated = (spec.local_bytes(type_, mesh) * held_share(spec, mesh, rank) for spec in (storage, optimizer))
     if not trained:
         return ParameterOnRank(type_, stored, updated)
     return ParameterOnRank(
         type_, stored, updated, True, names, updated if is_apart(type_, storage, optimizer, mesh) else None
     )
+
+
+def held_share(spec: Spec, mesh: Mesh, rank: int | None = None) -> float:
+    """The share of the bytes of a spec that a rank has: all or nothing where one has it whole. rank: as of `on_rank`."""
+    if rank is None or spec.owner is None:
+        return spec.share(mesh)
+    return 0.0 if spec.is_elsewhere(mesh, mesh_index(mesh.sizes, rank)) else 1.0
+
+
+def busiest_rank(parameters: Iterable[StoredParameter], mesh: Mesh) -> int:
+    """The rank of a mesh that has the most bytes of those that one rank has whole; the last one, where all are alike."""
+    owned = [p for p in parameters if p.optimizer.owner is not None]
+    loads = [
+        sum(p.updated_bytes(mesh) * held_share(p.optimizer, mesh, rank) for p in owned) for rank in range(mesh.size)
+    ]
+    return max(range(mesh.size), key=lambda rank: (loads[rank], rank)) if owned else mesh.size - 1
 
 
 def gradient_bytes(updated: Bytes) -> Bytes:
@@ -108,7 +132,7 @@ def is_apart(type_: TensorType, storage: Spec, optimizer: Spec, mesh: Mesh) -> b
     if storage == optimizer:
         return False
     stored, block = (spec.block.local_shape(type_.shape, mesh) for spec in (storage, optimizer))
-    filled = bool(math.prod(block) % mesh.product(optimizer.run))
+    filled = optimizer.owner is None and bool(math.prod(block) % mesh.product(optimizer.run))
     return filled or bool(is_copy(np.array(stored), np.array(block)))
 
 
@@ -129,11 +153,12 @@ def of_program(program: Program, setting: Setting) -> Iterator[RestingBytes[floa
 
 
 def resting(stage: LoweredStage, setting: Setting) -> dict[str, dict[str, float]]:
-    """Bytes that one rank of a stage always has, by memory tier ("": the device) and kind. Gradients, which rest only within a
-    step, are the gradient store's."""
+    """Bytes that the rank of a stage that has most always has, by memory tier ("": the device) and kind. Gradients, which rest
+    only within a step, are the gradient store's."""
     tiers = {"": dict.fromkeys(("parameters", "gradients", "optimizer"), 0.0)}
+    rank = busiest_rank(stage.parameters.values(), stage.mesh)
     for p in stage.parameters.values():
-        for row in on_rank(p, stage.mesh).rows(setting):
+        for row in on_rank(p, stage.mesh, rank).rows(setting):
             if row.kind != "gradients":
                 kinds = tiers.setdefault(p.tiers[row.moves], {})
                 kinds[row.kind] = kinds.get(row.kind, 0.0) + row.nbytes

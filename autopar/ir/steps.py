@@ -81,9 +81,12 @@ STEP_KINDS: dict[str, StepKind] = {
     "flatten": StepKind(TABLE_STEPS["flatten"], "flat", sends=False),
     "take": StepKind(TABLE_STEPS["take"], "taken", sends=False, copied_s=_slice_copied_s),
     "unflatten": StepKind(TABLE_STEPS["unflatten"], "block", sends=False),
+    "broadcast": StepKind(TABLE_STEPS["broadcast"], "block"),
+    "reduce": StepKind(TABLE_STEPS["reduce"], "reduced", owes=-1),
+    "own": StepKind(TABLE_STEPS["own"], "owned", sends=False),
 }
-"""Every kind of step by its name. Those that the runtime has rows for may be in tables. Those of runs are in tables alone: values
-are no runs."""
+"""Every kind of step by its name. Those that the runtime has rows for may be in tables. Those of runs and owners are in tables
+alone: values are no runs."""
 
 
 @dataclass(frozen=True)

@@ -47,9 +47,12 @@ def check_steps(
     p: StoredParameter, way: str, before: Spec, steps: Iterable[RuntimeStep], after: Spec, mesh: Mesh
 ) -> None:
     """Raises CheckError where steps of a table do not lead a parameter or its gradient from one spec to the other."""
-    spec, flat = before, bool(before.run)
+    spec, flat = before, bool(before.run) and before.owner is None
     for step in steps:
         what = f"{way} of {p.name} {spec.show(p.type)}"
+        if step.facts.table.of_owner:
+            spec = _owned(spec, step, after, p, mesh, what)
+            continue
         if not step.facts.table.of_block:
             spec = stepped(spec, step, mesh, what, flat)
             continue
@@ -62,5 +65,22 @@ def check_steps(
         runs = after.run if flat else before.run
         if step.axes != runs:
             raise CheckError(f"{step.kind} of {what}: it is for runs over {step.axes}, there are some over {runs}")
-    if spec != after or flat != bool(after.run):
+    if spec != after or flat != (bool(after.run) and after.owner is None):
         raise CheckError(f"{way} of {p.name}: steps lead from {before} to {spec}, it is {after}")
+
+
+def _owned(spec: Spec, step: RuntimeStep, after: Spec, p: StoredParameter, mesh: Mesh, what: str) -> Spec:
+    """The spec after a step to the owner of a block or from it."""
+    axes, (owner, *sizes) = step.axes, step.dims
+    if step.kind == "broadcast":
+        block = spec.block.local_shape(p.type.shape, mesh)
+        if (spec.run, spec.owner, block) != (axes, owner, tuple(sizes)):
+            raise CheckError(f"broadcast of {what}: rank {owner} over {axes} has no block of {sizes} to give")
+        return spec.block
+    if after.owner is None or owner != after.owner_along(axes, mesh) or not set(axes) <= set(after.run):
+        raise CheckError(f"{step.kind} of {what}: rank {owner} over {axes} is not the owner of {after}")
+    if step.kind == "reduce":
+        return stepped(spec, step, mesh, what)
+    if axes != after.run or not spec.axes.isdisjoint(axes):
+        raise CheckError(f"own of {what}: it is not whole over {axes}")
+    return Spec(spec.dims, spec.partial, axes, owner)

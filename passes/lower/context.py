@@ -202,7 +202,9 @@ class StageContext:
                 name not in foreign,
                 planned.tier,
                 planned.optimizer_tier,
-                self._compression(parameter.type, gradient.steps) if not planned.tier else "",
+                self._compression(parameter.type, gradient.steps)
+                if not planned.tier and planned.optimizer.owner is None
+                else "",
                 self.narrow.get(name),
                 planned.by_microbatch and bool(gradient.steps),
             )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from autopar.ir.lowered import LoweredStage, StoredParameter
 from autopar.ir.mesh import Mesh
+from autopar.ir.resting import busiest_rank, held_share
 from autopar.ir.setting import Setting
 from autopar.passes.memory.walk import ActionBytes
 from autopar.passes.played.gradients import PlayedStore, numbered
@@ -79,12 +81,44 @@ def step_bytes(stage: LoweredStage, actions: Iterable[ActionBytes], setting: Set
     most = MOST_REPLAYED if any(p.by_microbatch for p in trained) else REPLAYED
     count = min(stage.microbatches, most + 1)
     changed = setting.changes_gradients
-    return memo[_played](trained, stage.mesh, count, tuple(given), setting.compensated, changed, memo)
+    played = (
+        memo[_played](trained, stage.mesh, rank, count, tuple(given), setting.compensated, changed, memo)
+        for rank in _played_ranks(trained, stage.mesh)
+    )
+    return reduce(_most, played)
+
+
+def _played_ranks(trained: Sequence[StoredParameter], mesh: Mesh) -> list[int]:
+    """The ranks whose stores may hold most: the one that owns most, and those whose sums come first and last. Where none own
+    anything all are alike."""
+    owned = [p.optimizer for p in trained if p.optimizer.owner is not None]
+    ends = [rank for spec in (*owned[:1], *owned[-1:]) for rank in range(mesh.size) if held_share(spec, mesh, rank)]
+    return list(dict.fromkeys([busiest_rank(trained, mesh), *ends[:1], *ends[-1:]]))
+
+
+def _most(a: StepBytes, b: StepBytes) -> StepBytes:
+    """The most of two ranks at every moment; of a moment that one of them is not asked for, the other's."""
+    longer, shorter = (a, b) if len(a.taken) >= len(b.taken) else (b, a)
+    both = [*shorter.taken, *longer.taken[len(shorter.taken) :]]
+    taken = tuple(
+        tuple(tuple(map(_more, *rows)) for rows in zip(*actions, strict=True))
+        for actions in zip(longer.taken, both, strict=True)
+    )
+    flushed, reduced, copied = map(_more, (a.flushed, a.reduced, a.copied), (b.flushed, b.reduced, b.copied))
+    return StepBytes(taken, flushed, reduced, copied, max(a.unsent, b.unsent))
+
+
+def _more(a: StoreBytes, b: StoreBytes) -> StoreBytes:
+    tiers = {*a.parked, *b.parked}
+    return StoreBytes(
+        max(a.top, b.top), max(a.held, b.held), {t: max(a.parked.get(t, 0), b.parked.get(t, 0)) for t in tiers}
+    )
 
 
 def _played(
     parameters: tuple[StoredParameter, ...],
     mesh: Mesh,
+    rank: int,
     microbatches: int,
     given: tuple[tuple[Given, ...], ...],
     compensated: bool,
@@ -92,7 +126,7 @@ def _played(
     memo: Memo,
 ) -> StepBytes:
     """The same of stages that are alike."""
-    store = PlayedStore(parameters, mesh, microbatches, memo, compensated)
+    store = PlayedStore(parameters, mesh, microbatches, memo, compensated, rank)
     ledger, replayed = store.ledger, min(microbatches, REPLAYED)
 
     def seen(elsewhere: int = 0) -> StoreBytes:

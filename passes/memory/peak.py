@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.ir.actions import Action, StageGraph, Table
 from autopar.ir.lowered import LoweredProgram, LoweredStage
+from autopar.ir.resting import busiest_rank, held_share
 from autopar.ir.resting import resting as resting_bytes
 from autopar.ir.setting import Setting
 from autopar.passes.memory.gradient_store import REPLAYED, StepBytes, StoreBytes, step_bytes
@@ -285,9 +286,10 @@ def _update_peak(stage: LoweredStage, setting: Setting, probe: Probe) -> float:
     """The most that the optimizer's step, or the gather after it, needs for a moment."""
     mesh = stage.mesh
     owned = {name: p for name, p in stage.parameters.items() if p.contributions and p.owned}
+    rank = busiest_rank(stage.parameters.values(), mesh)
     groups: dict[int, list[float]] = {}
     for name, p in owned.items():
-        if not (p.optimizer_tier or p.tier):
+        if not (p.optimizer_tier or p.tier) and held_share(p.optimizer, mesh, rank):
             groups.setdefault(setting.optimizer.group_of.get(name, 0), []).append(p.updated_bytes(mesh))
     scratch = max((setting.optimizer.scratch_bytes(sizes, probe.device) for sizes in groups.values()), default=0.0)
     scratch = max(scratch, _parts_peak(stage, setting, probe))

@@ -172,8 +172,15 @@ class PlayedStore(GradStore):
     _buckets: _Buckets
 
     def __init__(
-        self, trained: Sequence[StoredParameter], mesh: Mesh, microbatches: int, memo: Memo, compensated: bool = False
+        self,
+        trained: Sequence[StoredParameter],
+        mesh: Mesh,
+        microbatches: int,
+        memo: Memo,
+        compensated: bool = False,
+        rank: int | None = None,
     ) -> None:
+        """rank: of the mesh, the one whose store it is (None: the last)."""
         self.ledger = Ledger(memo)
         table = {
             p.name: GradEntry(p.contributions, rows(p.reduce), p.type.dtype, p.compression, p.by_microbatch)
@@ -182,7 +189,9 @@ class PlayedStore(GradStore):
         shards = ((gradient_bytes(p.updated_bytes(mesh)), rows(p.reduce)) for p in trained)
         sizes = BucketSizes(step=sum(bytes_in_buckets(nbytes, steps, mesh.product) for nbytes, steps in shards))
         tiers = {p.name: p.tier for p in trained if p.tier}
-        super().__init__(MetaComm(mesh.sizes), table, microbatches, sizes, compensated, _Tiers(self.ledger), tiers)
+        super().__init__(
+            MetaComm(mesh.sizes, rank), table, microbatches, sizes, compensated, _Tiers(self.ledger), tiers
+        )
 
     @property
     def launched(self) -> list[tuple[tuple[str, ...], bool]]:

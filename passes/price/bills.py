@@ -13,6 +13,7 @@ from autopar.costmodel.bill import NOTHING, CallBill, ParameterTraffic, Purpose,
 from autopar.ir.lines import Compute, Convert, Function, GoOn, Join, Line, Start, Wait
 from autopar.ir.lowered import LoweredStage, LoweredTemplate, StoredParameter
 from autopar.ir.program import Template
+from autopar.ir.resting import busiest_rank
 from autopar.ir.setting import Setting
 from autopar.ops.registry import find
 from autopar.passes.price.fusion import fused_bytes
@@ -136,11 +137,12 @@ def stage_bill(stage: LoweredStage, calls: Mapping[str, CallBill], pricer: Price
         times * call_seconds(calls[name], pricer.software).by_action[action]
         for (name, action), times in prepared.items()
     )
+    busiest = busiest_rank(trained, stage.mesh)
     shown = shown_parameters(stage, calls, pricer) if pricer.is_measured and stage.training else None
     return StageBill(
         ((CallBill(F, B, W), 1), *_call_bills(stage, calls, pricer)),
         ParameterTraffic(forward_s, backward_s + weights_s, reduce_s, gather_s, shown, each_reduce_s),
-        sum(optimizer_s(p, stage, pricer, setting) for p in trained),
+        sum(optimizer_s(p, stage, pricer, setting, busiest) for p in trained),
         stage.microbatches * prologue_s + sum(narrow_seconds(p, pricer) for p in stage.parameters.values()),
     )
 

@@ -261,7 +261,7 @@ def stored_s(line: AddGradient, held: Mapping[str, float], stage: LoweredStage, 
     if not pricer.software.gradient_passes:
         return 0.0
     p, mesh = stage.parameters[line.parameter], stage.mesh
-    nbytes = summed_bytes(p, mesh) if p.optimizer.run else unreduced_bytes(p, mesh)
+    nbytes = summed_bytes(p, mesh) if p.optimizer.run and p.optimizer.owner is None else unreduced_bytes(p, mesh)
     due, times = p.contributions * stage.microbatches, sent_times(p, stage)
     came_bytes = held.get(line.value, nbytes)
     added_bytes = (due - times) * (2 * nbytes + came_bytes) + (times - 1) * 3 * on_rank(p, mesh).gradient
@@ -354,11 +354,14 @@ def gradient_work(stage: LoweredStage, pricer: Pricer, setting: Setting) -> dict
     return work
 
 
-def optimizer_s(p: StoredParameter, stage: LoweredStage, pricer: Pricer, setting: Setting) -> float:
-    """Seconds of the optimizer's update of one parameter's shard, and to copy it for products where copies are kept."""
+def optimizer_s(
+    p: StoredParameter, stage: LoweredStage, pricer: Pricer, setting: Setting, rank: int | None = None
+) -> float:
+    """Seconds of the optimizer's update of one parameter's shard, and to copy it for products where copies are kept. rank: as of
+    `on_rank`."""
     if not (p.owned and p.contributions):
         return 0.0
-    nbytes, itemsize = p.updated_bytes(stage.mesh), p.type.dtype.itemsize
+    nbytes, itemsize = on_rank(p, stage.mesh, rank).updated, p.type.dtype.itemsize
     update_s = float(pricer.update_s(setting.optimizer.update_elements(p.name), nbytes))
     copy_bytes = pricer.software.copy_bytes or itemsize
     return update_s + (nbytes * (1 + copy_bytes / itemsize) * pricer.copy_s if copy_bytes < itemsize else 0.0)

@@ -138,7 +138,7 @@ class Pricer:
 
     def _run_s(self, type_: TensorType, before: Spec, after: Spec, joined: tuple[str, ...], compression: str) -> float:
         """The same from one run to another block or run."""
-        compression = compression_of(type_, compression)
+        compression = compression_of(type_, compression) if after.owner is None else ""
         cost = self.joined_s(joined, compression, type_.dtype.itemsize) if joined else self.collective_s
         middle = owed_block(before, after)
         ways = (

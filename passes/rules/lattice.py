@@ -35,7 +35,7 @@ def neighbours(spec: Spec, axes: tuple[str, ...]) -> Iterable[tuple[Step, Spec]]
         rest = tuple(p for p in spec.partial if p[0] != axis)
         free = [i for i, s in enumerate(dims) if i != taken and not (s and order[s[-1]] > order[axis])]
         for kind, facts in STEP_KINDS.items():
-            if facts.table.of_block or facts.table.of_runs:
+            if facts.table.of_block or facts.table.of_runs or facts.table.of_owner:
                 continue
             if (taken is not None) != (1 in facts.table.dims) or (owed is not None) != (facts.owes < 0):
                 continue

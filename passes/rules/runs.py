@@ -6,6 +6,11 @@ axes what it owes:
 
     f32[3, 3] run(dp)  --all_gather, unflatten-->  f32[3, 3]
     f32[3, 3] ~sum(dp)  --flatten, reduce_scatter-->  f32[3, 3] run(dp)
+
+What an optimizer needs whole is not cut but has an owner among these ranks (`owned_states`):
+
+    f32[3, 3] whole(dp=1)  --broadcast-->  f32[3, 3]
+    f32[3, 3] ~sum(dp)  --reduce, own-->  f32[3, 3] whole(dp=1)
 """
 
 from __future__ import annotations
@@ -55,6 +60,17 @@ def run_states(axes: tuple[tuple[str, int], ...], shape: tuple[int, ...]) -> Sta
     return tuple(states)
 
 
+def owned_states(axes: tuple[tuple[str, int], ...], shape: tuple[int, ...]) -> States:
+    """How a trained parameter that is updated as a whole tensor may rest on one rank along axes: all of it, or its gradient and
+    optimizer's state alone. Which one is the owner is chosen when all parameters are known."""
+    several = [axis for axis, size in axes if size > 1]
+    if math.prod(shape) < 2:
+        return ()
+    whole = Spec.replicated(len(shape))
+    owned = [Spec(whole.dims, (), run, 0) for n in range(1, len(several) + 1) for run in combinations(several, n)]
+    return tuple((storage, spec) for spec in owned for storage in (whole, spec))
+
+
 def owed_block(before: Spec, after: Spec) -> Spec:
     """The block of a run in the spec in which its elements are cut: it owes the sums that `before` owes over the run's axes."""
     return Spec(after.dims, tuple((axis, op) for axis, op in before.partial if axis in after.run and op == "sum"))
@@ -64,6 +80,8 @@ def gather_steps(spec: Spec, shape: tuple[int, ...], mesh: Mesh) -> tuple[Runtim
     """From a run to its block."""
     if not spec.run:
         return ()
+    if spec.owner is not None:
+        return (RuntimeStep("broadcast", spec.run, (spec.owner, *spec.block.local_shape(shape, mesh))),)
     gathers = (RuntimeStep("all_gather", (axis,), (0,)) for axis in reversed(spec.run))
     return (*gathers, RuntimeStep("unflatten", spec.run, spec.block.local_shape(shape, mesh)))
 
@@ -73,6 +91,10 @@ def scatter_steps(before: Spec, spec: Spec, shape: tuple[int, ...], mesh: Mesh) 
     if not spec.run:
         return ()
     owed = {axis for axis, _ in before.partial}
+    if spec.owner is not None:
+        summed = tuple(axis for axis in spec.run if axis in owed)
+        sums = (RuntimeStep("reduce", summed, (spec.owner_along(summed, mesh),)),) if summed else ()
+        return (*sums, RuntimeStep("own", spec.run, (spec.owner,)))
     cuts = (RuntimeStep("reduce_scatter" if axis in owed else "take", (axis,), (0,)) for axis in spec.run)
     return (RuntimeStep("flatten", spec.run, spec.block.local_shape(shape, mesh)), *cuts)
 

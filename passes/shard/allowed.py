@@ -62,7 +62,9 @@ def _equally_at_rest(program: Program, mesh: Mesh) -> Allowed | None:
 
 def _storage_filter(stored: Mapping[str, ParameterPlan]) -> Allowed | None:
     """Pins of parameters by their names."""
-    pins: dict[Key, tuple[Spec, Spec]] = {("param", n): (p.storage, p.optimizer) for n, p in stored.items()}
+    pins: dict[Key, tuple[Spec, Spec]] = {
+        ("param", n): (p.storage.unassigned, p.optimizer.unassigned) for n, p in stored.items()
+    }
     return (lambda key, state: key not in pins or state == pins[key]) if pins else None
 
 
@@ -107,6 +109,10 @@ def _constraint_spec(pattern: str, text: str, mesh: Mesh) -> Spec:
         spec = parse_spec(text)
     except ShardingError as error:
         raise ConstraintError(f"constraint {pattern!r}: {error}") from error
+    if spec.owner is not None:
+        raise ConstraintError(
+            f"constraint {pattern!r}: {text} names the owner of a tensor, which is chosen with all others; leave it out"
+        )
     unknown = spec.axes - set(mesh.names)
     if unknown:
         raise ConstraintError(

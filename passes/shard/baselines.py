@@ -127,8 +127,10 @@ class Baseline:
 
     def _is_spread(self, name: str, spec: Spec) -> bool:
         """Whether every rank of the data axes has a shard of its own: along a dim of its own, where one divides by so many, else
-        a run of the elements, if there are several."""
+        a run of the elements, if there are several; or one of them has the whole tensor."""
         axes, shape = self._data_axes_of(name), self.program.parameters[name].type.shape
+        if spec.owner is not None:
+            return set(spec.run) == {a for a in axes if self.mesh.sizes[a] > 1}
         ranks = self.mesh.product(axes)
         shards = [self.mesh.product(a for a in dim if a in axes) for dim in spec.dims]
         free = [n for n, dim in zip(shape, spec.dims, strict=True) if set(dim) <= set(axes)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from autopar.cluster import ClusterSpec
 from autopar.options import Options
 from autopar.passes.shard.offload import offloaded
+from autopar.passes.shard.owners import with_owners
 from autopar.passes.shard.problem import Problem
 from autopar.plan import ParameterPlan, Plan, StagePlan, TemplatePlan
 
@@ -40,5 +41,7 @@ def stage_plan(problem: Problem, choice: list[int], calls: tuple[int, int]) -> S
             for name in problem.groups[key[1]].names:
                 by_microbatch = problem.setting.by_microbatch and name in trained
                 parameters[name] = ParameterPlan(storage, optimizer, by_microbatch=by_microbatch)
-    stage = StagePlan(calls, problem.mesh, templates, {name: parameters[name] for name in program.parameters})
+    in_order = {name: parameters[name] for name in program.parameters}
+    owned = with_owners(in_order, program, problem.mesh, problem.setting)
+    stage = StagePlan(calls, problem.mesh, templates, owned)
     return offloaded(program, stage, problem.pricer.device, problem.setting)

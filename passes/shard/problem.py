@@ -29,7 +29,7 @@ from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.alphabet import BIT, distinct, refinements
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.recomputation import Recomputation, held_values, recomputation
-from autopar.passes.rules.runs import run_states
+from autopar.passes.rules.runs import owned_states, run_states
 from autopar.passes.rules.structure import Group, call_edges, parameter_groups
 from autopar.passes.shard.allowed import Allowed
 from autopar.passes.shard.graph import FactorGraph, Key
@@ -308,7 +308,7 @@ class Problem:
 
     def _stored(self, name: str, type_: TensorType, group: Group, updated: bool) -> tuple[tuple[Spec, Spec], ...]:
         """How a group of parameters may be stored and updated: as every spec, and its optimizer's shards as every refinement
-        of it; whole where its optimizer asks for that."""
+        of it; whole where its optimizer asks for that, on every rank or on one."""
         shards, key = self.pricer.shards(type_), ("param", name)
         divides, specs = shards.divide(type_.shape), shards.letters.specs
         coarse, fine = refinements(shards.letters)
@@ -320,13 +320,17 @@ class Problem:
         whole = next((n for n in group.names if n in self.setting.optimizer.whole), None)
         if whole is not None:
             possible &= fine == 0
-            if self.given is not None and not self.given(key)[1].is_replicated:
+            given = None if self.given is None else self.given(key)[1]
+            if given is not None and (any(given.dims) or (given.run and given.owner is None)):
                 raise PlanError(
                     f"its optimizer updates {whole} as a whole tensor, the plan shards it; compile again without plan=, or with "
                     "an elementwise optimizer"
                 )
         pairs = zip(coarse[possible].tolist(), fine[possible].tolist(), strict=True)
-        runs = self.pricer.memo[run_states](self.mesh.axes, type_.shape) if whole is None else ()
+        make_states = run_states if whole is None else owned_states
+        runs = self.pricer.memo[make_states](self.mesh.axes, type_.shape)
+        if whole is not None and "parameters" in self.setting.offload:
+            runs = ()
         in_runs = (pair for pair in runs if updated or pair[0] == pair[1])
         kept = self._kept(key, chain(((specs[a], specs[b]) for a, b in pairs), in_runs))
         if whole is not None and not kept:

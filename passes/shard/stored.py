@@ -15,7 +15,7 @@ from autopar.passes.price.pricer import Pricer
 @dataclass(frozen=True)
 class Stored:
     """numbers: of every state's spec in the alphabet, or of the block whose elements are cut. runs: by state its spec, where it
-    is a run."""
+    is a run, or whole on one rank."""
 
     numbers: np.ndarray
     runs: Mapping[int, Spec] = field(default_factory=dict)
@@ -26,10 +26,10 @@ class Stored:
         return Stored(numbers, {i: spec for i, spec in enumerate(specs) if spec.run})
 
     def local_bytes(self, type_: TensorType, pricer: Pricer) -> np.ndarray:
-        """Bytes on a rank of a tensor stored so."""
+        """Bytes on a rank of a tensor stored so; on average, where one rank has it whole."""
         nbytes = pricer.shards(type_).of_bytes(type_, self.numbers)
         for i, spec in self.runs.items():
-            nbytes[i] = spec.local_bytes(type_, pricer.mesh)
+            nbytes[i] = spec.local_bytes(type_, pricer.mesh) * spec.share(pricer.mesh)
         return nbytes
 
     def gathered_s(

@@ -44,7 +44,8 @@ class Call:
     """One collective on contiguous buffers, of a kind of collectives.py; n is the group size, op the reduction ("": none).
 
     all_reduce: inp, out alike (may be the same); all_gather: out (n, *inp); reduce_scatter: inp (n, *out);
-    all_to_all: inp and out (n, *chunk); broadcast: inp of member `root` to every out; barrier: empty tensors.
+    all_to_all: inp and out (n, *chunk); broadcast: inp of member `root` to every out; reduce: inp, out alike, the out of member
+    `root` counts; barrier: empty tensors.
     shift: inp goes to the out of the member `root` places further, round and round. exchange: of inp `sent[m]` rows go
     to member m, of out `received[m]` come from there.
     """

@@ -121,6 +121,17 @@ def _start_broadcast(call: Call, group: Any) -> Any:
     return dist.broadcast(call.out, call.group.ranks[call.root], group=group, async_op=True)
 
 
+def _reduce(calls: Sequence[Call]) -> None:
+    root = calls[calls[0].root]
+    reduce_in_order([call.inp for call in calls], root.op, root.out)
+
+
+def _start_reduce(call: Call, group: Any) -> Any:
+    if call.out is not call.inp:
+        call.out.copy_(call.inp)
+    return dist.reduce(call.out, call.group.ranks[call.root], REDUCE_OPS[call.op], group=group, async_op=True)
+
+
 def _shift(calls: Sequence[Call]) -> None:
     for index, call in enumerate(calls):
         call.out.copy_(calls[(index - call.root) % len(calls)].inp)
@@ -185,6 +196,7 @@ COLLECTIVES: dict[str, Collective] = {
     "reduce_scatter": Collective(_reduce_scatter, _start_reduce_scatter, rows_in=True, reduces=True),
     "all_to_all": Collective(_all_to_all, _start_all_to_all, rows_in=True, rows_out=True),
     "broadcast": Collective(_broadcast, _start_broadcast, by_rank=True),
+    "reduce": Collective(_reduce, _start_reduce, reduces=True, by_rank=True),
     "shift": Collective(_shift, _start_shift, by_rank=True),
     "exchange": Collective(_exchange, _start_exchange, fixed=False),
 }

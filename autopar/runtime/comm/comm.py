@@ -140,6 +140,12 @@ class Comm(ABC):
         """Member `index`'s x on every member (the others' x gives shape and dtype only)."""
         return self.start_broadcast(x, axes, index, site).wait()
 
+    def reduce(self, x: Tensor, axes: Axes, index: int = 0, op: str = "sum", site: str = "") -> Tensor:
+        """The elementwise sum, max or min of every member's x on member `index`; what others get counts for nothing."""
+        if self.group(axes).size == 1:
+            return x
+        return self.start_reduce_into(x.contiguous().clone(), axes, index, op, site).wait()
+
     def barrier(self, axes: Axes | None = None, site: str = "") -> None:
         """Return when every member (by default, every rank) has come here: the host waits for it, also where messages are
         waited for by streams."""
@@ -264,6 +270,17 @@ class Comm(ABC):
         if group.size == 1:
             return Handle(None, buffer)
         return self.start(Call("all_reduce", group, buffer, buffer, op, site=site), buffer)
+
+    def start_reduce_into(
+        self, buffer: Tensor, axes: Axes, index: int, op: str = "sum", site: str = ""
+    ) -> Handle[Tensor]:
+        """Reduce `buffer` in place on member `index`; on others it may be written to."""
+        group = self.group(axes)
+        return self.start(Call("reduce", group, buffer, buffer, op, root=index, site=site), buffer)
+
+    def start_broadcast_into(self, buffer: Tensor, axes: Axes, index: int, site: str = "") -> Handle[Tensor]:
+        """Make `buffer`, in place, that of member `index`."""
+        return self.start(Call("broadcast", self.group(axes), buffer, buffer, root=index, site=site), buffer)
 
     def start_all_gather_into(self, out: Tensor, x: Tensor, axes: Axes, site: str = "") -> Handle[Tensor]:
         """out: (n, *x.shape); x may be its own row of out."""

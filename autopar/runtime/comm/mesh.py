@@ -8,7 +8,9 @@ mesh dp=2, tp=2 from rank 4 on:
 A spec says per tensor dim which axes shard it, major first: (("dp", "tp"), ()) of an (8, 6) tensor gives rank 6 rows
 4 and 5. A rank's part is a box, an interval per dim. A spec with one entry more than there are dims names there the axes
 over which the elements of the box are cut in *runs*: equal parts of the elements one after another, the last filled up with
-zeros. (("tp",), (), ("dp",)) of an (8, 6) tensor gives rank 6 elements 12 to 24 of rows 0 to 3.
+zeros. (("tp",), (), ("dp",)) of an (8, 6) tensor gives rank 6 elements 12 to 24 of rows 0 to 3. One entry more says that the
+box is not cut: all of it is on one of the ranks along these axes, its *owner*. (("tp",), (), ("dp",), (0,)) gives rank 4 rows 0
+to 3, rank 5 rows 4 to 7, and ranks 6 and 7 nothing.
 
 The ranks along an axis need not hold equally much: the size of such an axis is told with their *shares*. dp=Shares((3, 2, 2))
 has three ranks, of which the first holds 3 of every 7 units of a dim that has a multiple of 7.
@@ -24,7 +26,7 @@ from typing import Any
 
 from ..errors import RuntimeProgramError
 
-SpecDims = tuple[tuple[str, ...], ...]
+SpecDims = tuple[tuple[Any, ...], ...]
 Box = tuple[tuple[int, int], ...]
 
 
@@ -151,7 +153,7 @@ def box_of(
     shape: Sequence[int], spec: SpecDims, mesh: Mapping[str, int], position: Mapping[str, int], what: str = "tensor"
 ) -> Box:
     """The (start, stop) per dim of the part that the rank at a position of the mesh holds, or of that whose run it holds."""
-    if len(spec) - len(shape) not in (0, 1):
+    if not 0 <= len(spec) - len(shape) <= 2:
         raise RuntimeProgramError(f"{what}: spec {spec} has {len(spec)} dims, the shape {tuple(shape)} {len(shape)}")
     box = []
     for dim, (size, axes) in enumerate(zip(shape, spec, strict=False)):
@@ -170,7 +172,7 @@ def box_of(
 
 def cut_by_shares(spec: SpecDims, mesh: Mapping[str, int]) -> bool:
     """Whether ranks may hold blocks of unequal size under a spec."""
-    return any(isinstance(mesh[axis], Shares) for axes in spec for axis in axes)
+    return any(isinstance(mesh.get(axis), Shares) for axes in spec for axis in axes)
 
 
 def slices_of(box: Box) -> tuple[slice, ...]:
@@ -179,8 +181,38 @@ def slices_of(box: Box) -> tuple[slice, ...]:
 
 
 def run_axes(shape: Sequence[int], spec: SpecDims) -> tuple[str, ...]:
-    """The axes over which the elements of blocks are cut."""
+    """The axes over which the elements of blocks are cut, or along which one rank has all of them."""
     return spec[len(shape)] if len(spec) > len(shape) else ()
+
+
+def owner_index(shape: Sequence[int], spec: SpecDims) -> int | None:
+    """The place of the rank that has all elements of a block, among those along the axes; None where these are cut."""
+    return int(spec[-1][0]) if len(spec) > len(shape) + 1 else None
+
+
+def index_along(axes: Sequence[str], mesh: Mapping[str, int], position: Mapping[str, int]) -> int:
+    """The place of a position among the ranks along axes, major first."""
+    index = 0
+    for axis in axes:
+        index = index * mesh[axis] + position[axis]
+    return index
+
+
+def is_elsewhere(shape: Sequence[int], spec: SpecDims, mesh: Mapping[str, int], position: Mapping[str, int]) -> bool:
+    """Whether the rank at a position holds nothing, as another one owns the block."""
+    owner = owner_index(shape, spec)
+    return owner is not None and owner != index_along(run_axes(shape, spec), mesh, position)
+
+
+def held_shape(
+    shape: Sequence[int], spec: SpecDims, mesh: Mapping[str, int], position: Mapping[str, int], what: str = "tensor"
+) -> tuple[int, ...]:
+    """The shape of what the rank at a position holds: of a block that another one owns no elements."""
+    block = tuple(stop - start for start, stop in box_of(shape, spec, mesh, position, what))
+    axes = run_axes(shape, spec)
+    if owner_index(shape, spec) is not None:
+        return (0, *block[1:]) if is_elsewhere(shape, spec, mesh, position) else block
+    return run_shape(block, math.prod(mesh[axis] for axis in axes)) if axes else block
 
 
 def run_shape(block: Sequence[int], parts: int) -> tuple[int, ...]:
@@ -213,11 +245,11 @@ def boxes_of(
     """The parts that the rank at a position of the mesh holds: its elements are theirs, one after another, and zeros after them
     in a run that is filled up."""
     box, axes = box_of(shape, spec, mesh, position, what), run_axes(shape, spec)
-    if not axes:
+    if is_elsewhere(shape, spec, mesh, position):
+        return []
+    if not axes or owner_index(shape, spec) is not None:
         return [box]
-    block, index = [stop - start for start, stop in box], 0
-    for axis in axes:
-        index = index * mesh[axis] + position[axis]
+    block, index = [stop - start for start, stop in box], index_along(axes, mesh, position)
     length, elements = run_shape(block, math.prod(mesh[axis] for axis in axes))[0], math.prod(block)
     within = run_boxes(block, min(index * length, elements), min((index + 1) * length, elements))
     return [tuple((low + a, low + b) for (low, _), (a, b) in zip(box, part, strict=True)) for part in within]

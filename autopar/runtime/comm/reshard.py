@@ -8,6 +8,11 @@ A run of elements (`mesh.py`) is gathered and scattered along dim 0, and is a bl
     ("all_gather", ("dp",), 0), ("unflatten", ("dp",), 3, 3)        [5, 1] of either rank -> [10, 1] -> [3, 3]
     ("flatten", ("dp",), 3, 3), ("reduce_scatter", ("dp",), 0)      ~sum(dp) [3, 3] -> [10, 1] -> [5, 1]
 
+A block that is whole on one rank along the axes, its owner, comes from there and is summed there; the others keep nothing:
+
+    ("broadcast", ("dp",), 1, 3, 3)                 [0, 3] and [3, 3] -> [3, 3]
+    ("reduce", ("dp",), 1), ("own", ("dp",), 1)     ~sum(dp) [3, 3] -> [0, 3] and [3, 3]
+
 A dim whose ranks hold unequal blocks is gathered with its length, ("all_gather", ("tp",), 0, 25). A length that is another on
 every rank is told as the size of a dim and the axes that cut it: (25, ("tp",)).
 
@@ -36,13 +41,15 @@ class TableStepKind:
     """run: the step of a value over axes, with the dims of the table's row and the site. dims: per dim of the row 1 where, over n
     ranks, it is n times as long on a rank after the step, -1 where it is 1/n as long. view: whether the result may lie in the
     memory of the value. of_block: the dims of the row are instead the sizes of the block that becomes its runs, one after
-    another, or that they become. of_runs: of these, one after another, a rank takes its own."""
+    another, or that they become. of_runs: of these, one after another, a rank takes its own. of_owner: the dims of the row are
+    the place of the rank that has, or is to have, all of a block, and the sizes of the block where others receive it."""
 
     run: Callable[[Comm, Tensor, Axes, tuple[int, ...], str], Tensor]
     dims: tuple[int, ...] = ()
     view: bool = False
     of_block: bool = False
     of_runs: bool = False
+    of_owner: bool = False
 
     @property
     def grows(self) -> int:
@@ -99,6 +106,24 @@ TABLE_STEPS |= {
         lambda comm, x, axes, dims, site: x.view(-1)[: math.prod(dims)].view(dims), view=True, of_block=True
     ),
 }
+
+TABLE_STEPS |= {
+    "broadcast": TableStepKind(
+        lambda comm, x, axes, dims, site: comm.broadcast(owned_block(comm, x, axes, dims), axes, dims[0], site=site),
+        of_owner=True,
+    ),
+    "reduce": TableStepKind(lambda comm, x, axes, dims, site: comm.reduce(x, axes, dims[0], site=site), of_owner=True),
+    "own": TableStepKind(
+        lambda comm, x, axes, dims, site: x if comm.axis_index(axes) == dims[0] else x.new_empty(0, *x.shape[1:]),
+        of_owner=True,
+        view=True,
+    ),
+}
+
+
+def owned_block(comm: Comm, x: Tensor, axes: Axes, dims: tuple[int, ...]) -> Tensor:
+    """The block of its owner, on others room for it. dims: the owner's place along the axes, and the sizes of the block."""
+    return x if comm.axis_index(axes) == dims[0] else x.new_empty(dims[1:])
 
 
 def run_step(comm: Comm, x: Tensor, step: TableStep, site: str = "") -> Tensor:

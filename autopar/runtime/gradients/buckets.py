@@ -8,6 +8,7 @@ gave the tensor away (`owned`). Nothing hides a message that starts when backwar
 half of what is left of the step: the last one is small, also of a model that would fit into one.
 
     all_reduce bucket        [ g0 ........ | g1 .... | g2 ...... ]                 results are views of the bucket
+    reduce bucket            the same, of values that one rank is to have; the others let go of it
     reduce_scatter bucket    [ g0[0] g1[0] | g0[1] g1[1] | … ]  row i: the i-th shards    results are views of one row
 
 A block that ranks cut in runs and that does not divide (runs.py) is filled up with zeros where its runs are packed. A large
@@ -42,7 +43,7 @@ from .runs import PARTS, Run, ends, ends_are_small, filled, packed
 
 Steps = tuple[TableStep, ...]
 MIB = 1 << 20
-BUCKETED = ("all_reduce", "reduce_scatter")
+BUCKETED = ("all_reduce", "reduce_scatter", "reduce")
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def bytes_in_buckets(shard_bytes: float, steps: Steps, size: Callable[[Axes], in
 @dataclass(slots=True)
 class _Item:
     """rows: as many as a value's elements, (elements, 1, …), are filled up to with zeros (0: it is sent as it is). run: the one
-    of which this is a half."""
+    of which this is a half. root: the place of the rank that is to have the sum alone."""
 
     name: str
     value: Tensor
@@ -89,6 +90,7 @@ class _Item:
     rows: int = 0
     run: Run | None = None
     half: str = ""
+    root: int | None = None
 
     @property
     def numel(self) -> int:
@@ -105,7 +107,7 @@ class _Bucket:
 @dataclass(slots=True)
 class _Flight:
     """An issued bucket: wait, then hand every item its part of the result. pooled: what it scatters lies in the pool; second:
-    starts the message that has to follow the first before there is a result."""
+    starts the message that has to follow the first before there is a result; to_one: one rank alone keeps what comes of it."""
 
     items: list[_Item]
     handle: Handle[Tensor]
@@ -113,6 +115,7 @@ class _Flight:
     scratch: Tensor | None
     pooled: bool
     second: Callable[[], Handle[Tensor]] | None = None
+    to_one: bool = False
 
 
 class Buckets:
@@ -198,8 +201,10 @@ class Buckets:
             return
         kind, axes, *dims = steps[0]
         codec = self.codecs.get(name)
-        key = (kind, axes, value.dtype, name in self.leaving, codec)
-        item = _Item(name, value, owned, dims[0] % value.dim() if dims else 0, steps[1:], codec, rows)
+        root = dims[0] if TABLE_STEPS[kind].of_owner else None
+        key = (kind, axes, value.dtype, name in self.leaving, codec, root)
+        dim = dims[0] % value.dim() if dims and root is None else 0
+        item = _Item(name, value, owned, dim, steps[1:], codec, rows, root=root)
         nbytes = item.numel * value.element_size()
         if self._direct(kind, item, nbytes):
             n = self.comm.axis_size(axes)
@@ -224,10 +229,10 @@ class Buckets:
 
     def _direct(self, kind: str, item: _Item, nbytes: int) -> bool:
         """Whether a value is reduced where it lies. A message of its own must pay: an all_reduce as large as a bucket."""
-        least = self._limit() if kind == "all_reduce" else self.sizes.direct
+        least = self.sizes.direct if kind == "reduce_scatter" else self._limit()
         if nbytes < least or item.codec is not None or not item.value.is_contiguous():
             return False
-        return item.owned if kind == "all_reduce" else item.dim == 0
+        return item.dim == 0 if kind == "reduce_scatter" else item.owned
 
     def _issue(self, key: tuple[Any, ...]) -> None:
         kind, axes, *_ = key
@@ -243,6 +248,10 @@ class Buckets:
             if items[0].codec is not None:
                 self._land_oldest([flight for flight in self._flights if flight.second is not None])
             self._flights.append(self._all_reduce(axes, items, packed, site))
+            return
+        if items[0].root is not None:
+            self._land_oldest([flight for flight in self._flights if flight.to_one])
+            self._flights.append(self._reduce(axes, items, packed, site))
             return
         if len(items) == 1 and items[0].rows and items[0].codec is None:
             self._scatter_parts(axes, items[0], site)
@@ -307,6 +316,21 @@ class Buckets:
             return handle
 
         return _Flight(items, first, results, None, True, second)
+
+    def _reduce(self, axes: Any, items: list[_Item], packed: bool, site: str) -> _Flight:
+        root = items[0].root
+        assert root is not None
+        flat, results = items[0].value, [items[0].value]
+        keeps = self.comm.axis_index(axes) == root
+        if packed:
+            sizes = [item.value.numel() for item in items]
+            numel, results = sum(sizes), []
+            flat = self._take(numel, items[0], lent=True) if keeps else flat.new_empty(numel)
+            for item, start, size in zip(items, _places(sizes, None)[0], sizes, strict=True):
+                results.append(flat[start : start + size].view(item.value.shape).copy_(item.value))
+                item.value = flat
+        handle = self.comm.start_reduce_into(flat, axes, root, site=site)
+        return _Flight(items, handle, results, None, False, to_one=True)
 
     def _reduce_scatter(self, axes: Any, items: list[_Item], packed: bool, site: str) -> _Flight:
         n = self.comm.axis_size(axes)

@@ -1,12 +1,15 @@
 """Storage shards back to what the computation uses: several parameters' gathers started together, waited for together.
 
 Large shards are gathered one by one, straight into the full tensor when the gathered dim is 0; small ones of the same
-axes and dtype travel in one flat message, because a message costs more than their bytes.
+axes and dtype travel in one flat message, because a message costs more than their bytes. So does what one rank has whole: of
+one owner.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +18,11 @@ from torch import Tensor
 from ..comm.calls import Handle
 from ..comm.chunks import join_chunks
 from ..comm.comm import Comm
-from ..comm.reshard import TableStep, run_step
+from ..comm.reshard import TABLE_STEPS, TableStep, run_step
 from ..errors import RuntimeProgramError
 
 DIRECT_BYTES = 1 << 18
-GATHERED = ("all_gather",)
+GATHERED = ("all_gather", "broadcast")
 """Kinds of steps that travel in one message with others; those of gradients are `buckets.BUCKETED`."""
 Gather = tuple[Tensor, tuple[TableStep, ...], Tensor | None]
 
@@ -34,8 +37,8 @@ def start_gathers(
 ) -> Handle[list[Tensor]]:
     """Start (shard, steps, out) for every item; wait() gives the full tensors in order.
 
-    steps are all_gathers (others run too, later and one by one). out, when given, is a contiguous tensor that receives
-    the result; the shard may be its own part of out. dtypes: shards are cast before they are sent, so that what is
+    steps are all_gathers and broadcasts (others run too, later and one by one). out, when given, is a contiguous tensor that
+    receives the result; the shard may be its own part of out. dtypes: shards are cast before they are sent, so that what is
     narrow travels (what needs no steps, in the end). A shard must not change before the wait.
     """
     items = [_cast(comm, item, dtype) for item, dtype in zip(items, dtypes, strict=True)] if dtypes else items
@@ -45,14 +48,20 @@ def start_gathers(
         steps = tuple(step for step in steps if comm.axis_size(step[1]) > 1)
         if not steps:
             finishers[index] = _constant(shard if out is None else _into(out, shard), dtypes[index] if dtypes else None)
+        elif TABLE_STEPS[steps[0][0]].of_owner:
+            groups.setdefault((steps[0][1], shard.dtype, steps[0][2]), []).append(index)
         elif steps[0][0] not in GATHERED or len(steps[0]) > 3:
             finishers[index] = _sequence(comm, Handle(None, shard), steps, out, site)
         elif shard.numel() * shard.element_size() >= direct_bytes:
             finishers[index] = _direct(comm, shard, steps, out, site)
         else:
-            groups.setdefault((steps[0][1], shard.dtype), []).append(index)
-    for (axes, _), members in groups.items():
-        if len(members) == 1:
+            groups.setdefault((steps[0][1], shard.dtype, None), []).append(index)
+    for (axes, _, owner), members in groups.items():
+        if owner is not None:
+            owned = [(items[index][0], _real(comm, items[index][1]), items[index][2]) for index in members]
+            for index, finish in zip(members, _from_owner(comm, axes, owner, owned, site, direct_bytes), strict=True):
+                finishers[index] = finish
+        elif len(members) == 1:
             shard, steps, out = items[members[0]]
             finishers[members[0]] = _direct(comm, shard, _real(comm, steps), out, site)
         else:
@@ -151,3 +160,37 @@ def _from_parts(
         return _sequence(comm, Handle(None, join_chunks(rows, axis)), steps[1:], out, site)()
 
     return finish
+
+
+def _from_owner(
+    comm: Comm, axes: Any, owner: int, items: Sequence[Gather], site: str, direct_bytes: int
+) -> list[Callable[[], Tensor]]:
+    """Blocks that one rank has: large ones in messages of their own, in the memory that receives them, the others in one. The
+    owner gets a copy too, so that all ranks hold as much."""
+    has = comm.axis_index(axes) == owner
+    sizes = [tuple(n if isinstance(n, int) else comm.block_size(*n) for n in steps[0][3:]) for _, steps, _ in items]
+    counts = [math.prod(block) for block in sizes]
+    small = [i for i, n in enumerate(counts) if n * items[i][0].element_size() < direct_bytes]
+    packed = small if len(small) > 1 else []
+    parts: Handle[Sequence[Tensor]] = Handle(None, ())
+    if packed:
+        shards = [items[i][0].reshape(-1) for i in packed]
+        flat = torch.cat(shards) if has else shards[0].new_empty(sum(counts[i] for i in packed))
+        handle = comm.start_broadcast_into(flat, axes, owner, site=site)
+        parts = handle.then(lambda whole: whole.split([counts[i] for i in packed]))
+    finishers = []
+    for i, (shard, steps, out) in enumerate(items):
+        if i in packed:
+            block = parts.then(partial(_part, place=packed.index(i), size=sizes[i]))
+        else:
+            received = len(steps) == 1 and out is not None
+            room = out if received and out is not None else shard.new_empty(sizes[i])
+            if has:
+                _into(room, shard)
+            block = comm.start_broadcast_into(room, axes, owner, site=site)
+        finishers.append(_sequence(comm, block, steps[1:], out, site))
+    return finishers
+
+
+def _part(rows: Sequence[Tensor], place: int, size: tuple[int, ...]) -> Tensor:
+    return rows[place].view(size)

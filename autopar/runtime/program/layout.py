@@ -15,7 +15,17 @@ import torch
 from torch import Tensor
 
 from ..comm.comm import Comm
-from ..comm.mesh import SpecDims, box_of, cut_by_shares, run_axes, run_shape, slices_of
+from ..comm.mesh import (
+    SpecDims,
+    box_of,
+    cut_by_shares,
+    held_shape,
+    is_elsewhere,
+    owner_index,
+    run_axes,
+    run_shape,
+    slices_of,
+)
 from ..comm.reshard import TableStep, run_step
 from ..errors import RuntimeProgramError
 
@@ -31,20 +41,26 @@ def local_slices(shape: Sequence[int], spec: SpecDims, comm: Comm, what: str = "
 
 
 def local_shape(shape: Sequence[int], spec: SpecDims, comm: Comm, what: str = "tensor") -> tuple[int, ...]:
-    block = tuple(part.stop - part.start for part in local_slices(shape, spec, comm, what))
-    axes = run_axes(shape, spec)
-    return run_shape(block, comm.axis_size(axes)) if axes else block
+    return held_shape(shape, spec, comm.mesh, comm.position, what)
+
+
+def holds(shape: Sequence[int], spec: SpecDims, comm: Comm) -> bool:
+    """Whether the calling rank has a part of a tensor: of a block that one rank has whole, that is its owner alone."""
+    return not is_elsewhere(shape, spec, comm.mesh, comm.position)
 
 
 def local_view(full: Tensor, spec: SpecDims, comm: Comm, what: str = "tensor") -> Tensor:
     """The calling rank's shard, a view of the full tensor where it is no run that is filled up."""
     block = full[local_slices(full.shape, spec, comm, what)] if full.dim() else full
-    axes = run_axes(full.shape, spec)
-    return run_view(block, comm, axes) if axes else block
+    return run_view(block, comm, full.shape, spec)
 
 
-def run_view(block: Tensor, comm: Comm, axes: tuple[str, ...]) -> Tensor:
-    """The calling rank's run of a block, a view of it where the block is contiguous and its elements divide, else a copy."""
+def run_view(block: Tensor, comm: Comm, shape: Sequence[int], spec: SpecDims) -> Tensor:
+    """The calling rank's run of a block, a view of it where the block is contiguous and its elements divide, else a copy; the
+    block itself where it is not cut, and none of it where another rank owns it. shape, spec: of the full tensor."""
+    axes = run_axes(shape, spec)
+    if not axes or owner_index(shape, spec) is not None:
+        return block if holds(shape, spec, comm) else block[:0]
     parts, index = comm.axis_size(axes), comm.axis_index(axes)
     length, *ones = run_shape(block.shape, parts)
     own = block.reshape(-1)[index * length : (index + 1) * length]
@@ -71,8 +87,11 @@ def gather_full(x: Tensor, spec: SpecDims, comm: Comm, site: str = "", shape: Se
     """The full tensor on every rank's device. x: this rank's part, which may lie on the host; shape: of the full tensor, where x
     may be a run."""
     x = x.to(comm.device)
-    if len(spec) > x.dim():
-        x = run_step(comm, comm.all_gather(x, 0, spec[-1], site=site), _unflatten(shape, spec, comm))
+    owner, axes = owner_index(shape or x.shape, spec), run_axes(shape or x.shape, spec)
+    if owner is not None:
+        x = run_step(comm, x, ("broadcast", axes, owner, *local_shape(shape, spec[: len(shape)], comm)), site)
+    elif axes:
+        x = run_step(comm, comm.all_gather(x, 0, axes, site=site), _unflatten(shape, spec, comm))
     for dim, axes in enumerate(spec[: x.dim()]):
         x = gather_dim(x, dim, axes, comm, site, shape[dim] if shape else None)
     return x
@@ -91,7 +110,7 @@ def gather_dim(x: Tensor, dim: int, axes: tuple[str, ...], comm: Comm, site: str
 
 def _unflatten(shape: Sequence[int], spec: SpecDims, comm: Comm) -> TableStep:
     """The step from all runs of a block to the block."""
-    return ("unflatten", spec[-1], *local_shape(shape, spec[:-1], comm))
+    return ("unflatten", run_axes(shape, spec), *local_shape(shape, spec[:-1], comm))
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -149,3 +168,16 @@ class StateEntry:
         self.shape = shape
         self.spec = spec
         self.comm = comm
+
+
+def full_of_holders(entry: StateEntry) -> Tensor:
+    """The full tensor on every rank that holds a part of it."""
+    owned = owner_index(entry.shape, entry.spec) is not None
+    spec = entry.spec[: len(entry.shape)] if owned else entry.spec
+    return gather_full(entry.value, spec, entry.comm, "state", entry.shape)
+
+
+def of_owner(shape: Sequence[int], parameter: Sequence[int], spec: SpecDims) -> SpecDims:
+    """How a tensor lies that is whole on the ranks that update a parameter of this spec: on its owner, or on all of them."""
+    owned = bool(shape) and owner_index(parameter, spec) is not None
+    return (*((),) * len(shape), *(spec[len(parameter) :] if owned else ()))

@@ -20,7 +20,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from ..comm.mesh import Box, SpecDims, box_of, boxes_of, mesh_index, mesh_size, run_axes, run_shape, slices_of
+from ..comm.mesh import Box, SpecDims, boxes_of, held_shape, mesh_index, mesh_size, run_axes, slices_of
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,10 @@ class Placed:
 
     def local_shape(self, shape: Sequence[int], rank: int, what: str) -> tuple[int, ...] | None:
         """The shape that a rank of the mesh holds; None of another."""
-        number, axes = rank - self.first_rank, run_axes(shape, self.spec)
+        number = rank - self.first_rank
         if not 0 <= number < mesh_size(self.mesh):
             return None
-        block = _sizes(box_of(shape, self.spec, self.mesh, mesh_index(self.mesh, number), what))
-        return run_shape(block, math.prod(self.mesh[axis] for axis in axes)) if axes else block
+        return held_shape(shape, self.spec, self.mesh, mesh_index(self.mesh, number), what)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from ..comm.mesh import cut_by_shares, run_axes
 from ..comm.process import TorchComm
 from ..comm.threads import ThreadComm
 from ..errors import CheckpointError
-from ..program.layout import SpecDims, StateEntry, gather_full, local_view
+from ..program.layout import SpecDims, StateEntry, full_of_holders, local_view
 from .run_tensor import RunTensor
 
 
@@ -72,7 +72,7 @@ def pack(entry: StateEntry) -> Any:
     """A value as `Session.state_dict` shows it: DTensor over processes, full tensor over threads."""
     if isinstance(entry.comm, TorchComm) or not isinstance(entry.value, Tensor) or not entry.shape:
         return _over_processes(entry)
-    return gather_full(entry.value, entry.spec, entry.comm, "state", entry.shape).clone()
+    return full_of_holders(entry).clone()
 
 
 def _over_processes(entry: StateEntry, device_type: str = "") -> Any:

@@ -134,7 +134,7 @@ class Rows:
 
 
 class Rebalancer:
-    """What moves rows, on one rank. rows: of the groups whose rows can move; alone_s: seconds that each rank would take for all
+    """The mover of rows on one rank. rows: of the groups whose rows can move; alone_s: seconds that each rank would take for all
     units of a step, as they told last (0: its rows do not move); moves: so far. All ranks call the methods alike."""
 
     def __init__(self, comm: Comm, rows: Sequence[Rows]) -> None:
@@ -200,7 +200,7 @@ def rebalancer(comm: Comm, forms: Sequence[Form]) -> Rebalancer | None:
 
 
 ALONE = "no stage has several"
-"""Of a pipeline's stage on one rank."""
+"""The reason of groups of one rank, which alone is no reason to warn of."""
 
 
 def _axis(forms: Sequence[Form], group: int) -> tuple[str, str]:

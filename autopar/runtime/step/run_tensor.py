@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ..comm.mesh import boxes_of
-from ..program.layout import StateEntry, gather_full
+from ..program.layout import StateEntry, full_of_holders
 
 
 class RunTensor(Tensor):
@@ -51,8 +51,8 @@ class RunTensor(Tensor):
         return value
 
     def full_tensor(self) -> Tensor:
-        """The whole tensor, of which all ranks of the stage ask together."""
-        return gather_full(self.entry.value, self.entry.spec, self.entry.comm, "state", self.entry.shape)
+        """The whole tensor, of which all ranks of the stage that have a part of it ask together."""
+        return full_of_holders(self.entry)
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.entry.value)

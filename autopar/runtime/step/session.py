@@ -30,7 +30,7 @@ from ..gradients.buckets import MIB
 from ..guards import Guards, InputLike
 from ..memory.tiers import Tiers
 from ..program.extras import filled, numbers_of
-from ..program.layout import TensorInfo, gather_full, local_shape
+from ..program.layout import TensorInfo, gather_full, holds, local_shape
 from ..program.run_options import DEFAULTS, RunOptions
 from ..program.shapes import PadValues
 from ..program.tables import Modules, Pipeline
@@ -277,7 +277,7 @@ class Session(State):
         return loss.wait() if self.step_graph is None else loss.wait().clone()
 
     def _full_extras(self, form: Form, runs: Mapping[int, list[list[Any]]]) -> Any:
-        """What loss_fn returned beside the loss, full on every rank; None where it returned nothing else. runs: as of
+        """The extras of a step, full on every rank; None where loss_fn returned the loss alone. runs: as of
         `_full_outputs`."""
         if (extras := form.pipeline.extras) is None:
             return None
@@ -362,7 +362,13 @@ class Session(State):
         with spanned(self.recorder, "gradients"):
             gradients = {index: stage.rt.grads.finish() for index, stage in form.stages.items()}
             form.shared.earn(gradients)
-        grads = {name: grad for reduced in gradients.values() for name, grad in reduced.items()}
+        grads = {
+            name: grad
+            for index, reduced in gradients.items()
+            for name, grad in reduced.items()
+            if (info := form.stages[index].tables.parameters[name])
+            and holds(info.shape, info.opt_spec, form.stages[index].comm)
+        }
         borrowed = frozenset(name for stage in form.stages.values() for name in stage.rt.grads.borrowed)
         given = {} if form.pipeline.extras is None else outputs
         return _Computed(grads, self._start_loss(form, outputs), borrowed, form.absent.counts(outputs), given)
@@ -420,7 +426,12 @@ class Session(State):
                 grad: Tensor | None = None
                 if stage in self.stages:
                     own, what = self.stages[stage].comm, f"full gradient of {name}"
-                    grad = gather_full(self.grads[name], info.opt_spec, own, what, info.shape)
+                    held = self.grads.get(name)
+                    if held is None:  # another rank has all of it
+                        held = torch.empty(
+                            local_shape(info.shape, info.opt_spec, own), dtype=info.dtype, device=own.device
+                        )
+                    grad = gather_full(held, info.opt_spec, own, what, info.shape)
                 gradients[name] = self._tell(stage, grad, info.shape, info).clone()
         return gradients
 

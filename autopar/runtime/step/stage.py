@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..comm.backends import backend_of
 from ..comm.comm import Comm
-from ..comm.mesh import boxes_of, run_axes, slices_of
+from ..comm.mesh import boxes_of, owner_index, run_axes, slices_of
 from ..compiled.inductor import CompiledRegion, compiled_stage
 from ..errors import RuntimeProgramError
 from ..gradients.buckets import BucketSizes, bytes_in_buckets
@@ -23,7 +23,7 @@ from ..gradients.gather import Gather, start_gathers
 from ..gradients.grads import GradStore
 from ..guards import Guards
 from ..memory.tiers import Tiers
-from ..program.layout import TensorInfo, fill, local_shape, local_slices, refinement, run_view
+from ..program.layout import TensorInfo, fill, holds, local_shape, local_slices, refinement, run_view
 from ..program.tables import Pipeline, StageTables
 from ..rank import Rank
 
@@ -80,9 +80,11 @@ class Stage:
             self.module, self.regions = compiled_stage(tables.module, self.rt, self.index)
         self.microbatches = pipeline.microbatches
         self.cut_inputs()
+        self.optimized: list[TensorInfo] = []
         self.opt_params: dict[str, nn.Parameter] = {} if owner is None else owner.opt_params
         if pipeline.training and owner is None:
-            for info in pipeline.optimized(self.index):
+            self.optimized = pipeline.optimized(self.index)
+            for info in (one for one in self.optimized if holds(one.shape, one.opt_spec, comm)):
                 self.opt_params[info.name] = self._optimizer_shard(info)
 
     def stored(self) -> Iterator[tuple[TensorInfo, Tensor]]:
@@ -157,9 +159,13 @@ class Stage:
     def start_regather(self) -> Callable[[], Any]:
         """Bring updated optimizer shards back to storage; the returned function waits for it."""
         gathers: list[Gather] = [
-            (parameter.data, self.tables.parameters[name].gather, self.rt.params[name])
-            for name, parameter in self.opt_params.items()
-            if self.tables.parameters[name].gather and name not in self.rt.in_tier
+            (
+                self.opt_params[info.name].data if info.name in self.opt_params else self._shard_view(info),
+                info.gather,
+                self.rt.params[info.name],
+            )
+            for info in self.optimized
+            if info.gather and info.name not in self.rt.in_tier
         ]
         return start_gathers(self.comm, gathers, site="updated parameters").wait if gathers else lambda: None
 
@@ -210,7 +216,9 @@ class Stage:
         total = 0
         for name, entry in self.tables.gradients.items():
             info = self.tables.parameters[name]
-            elements = math.prod(local_shape(info.shape, info.opt_spec, self.comm, name))
+            owned = owner_index(info.shape, info.opt_spec) is not None  # every rank counts what its owner has
+            spec = info.opt_spec[: len(info.shape)] if owned else info.opt_spec
+            elements = math.prod(local_shape(info.shape, spec, self.comm, name))
             total += bytes_in_buckets(elements * info.dtype.itemsize, entry.steps, self.comm.axis_size)
         return total
 
@@ -231,7 +239,7 @@ class Stage:
         for dim in refinement(info.spec, info.opt_spec, info.name):
             view = view.narrow(dim, updated[dim].start - stored[dim].start, updated[dim].stop - updated[dim].start)
         axes = run_axes(info.shape, info.opt_spec)
-        return view if axes == run_axes(info.shape, info.spec) else run_view(view, self.comm, axes)
+        return view if axes == run_axes(info.shape, info.spec) else run_view(view, self.comm, info.shape, info.opt_spec)
 
     def _cuts(self, info: TensorInfo) -> list[Cut]:
         """Where this rank's part of every microbatch lies in the whole batch's leaf."""

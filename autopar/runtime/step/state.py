@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..comm.comm import Comm
 from ..errors import CheckpointError
-from ..program.layout import StateEntry, TensorInfo
+from ..program.layout import StateEntry, TensorInfo, holds, of_owner
 from ..program.tables import Pipeline
 from ..update.optimizer_parts import Parts
 from ..update.update import SKIPPED, Updater
@@ -88,7 +88,7 @@ class State:
             for key, value in self.updater.state_of(name).items():
                 sharded = isinstance(value, Tensor) and value.shape == parameter.shape
                 shape = info.shape if sharded else tuple(getattr(value, "shape", ()))
-                spec = info.opt_spec if sharded else ((),) * len(shape)
+                spec = info.opt_spec if sharded else of_owner(shape, info.shape, info.opt_spec)
                 extra[f"optim.{name}.{key}"] = StateEntry(value, shape, spec, stage.comm)
         extra |= {name: StateEntry(text, (), (), self.comm) for name, text in self.updater.dump().items()}
         extra |= {name: one for stage in self.stages.values() for name, one in unsent_entries(stage).items()}
@@ -168,7 +168,8 @@ class State:
         for form in self.forms:
             for stage in form.stages.values():
                 for info, value in stage.stored():
-                    if info.name not in known and form.pipeline.owns(stage.index, info.name):
+                    owns = form.pipeline.owns(stage.index, info.name) and holds(info.shape, info.spec, stage.comm)
+                    if info.name not in known and owns:
                         yield stage, info, value
             known |= {info.name for stage in form.stages.values() for info, _ in stage.stored()}
 

@@ -20,6 +20,7 @@ from autopar.passes.search.stages.draft import Draft, Exact
 from autopar.passes.search.stages.recompute_levels import fitted
 from autopar.passes.search.stages.schedule_choice import candidate_under, scheduled
 from autopar.passes.search.task import RankedPlans, account_of
+from autopar.passes.shard.owners import with_owners
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import Plan, StagePlan
 
@@ -117,14 +118,9 @@ def _planned(draft: Draft, useless_from_s: float) -> PricedPlan | float:
     stages: list[StagePlan] = []
     for s, (part, piece) in enumerate(zip(cut(task.program, ranges), pieces, strict=True)):
         whole = draft.submesh_plans[piece.option]
-        stages.append(
-            StagePlan(
-                ranges[s],
-                Mesh(whole.mesh.axes, offsets[s]),
-                {n: whole.plan.templates[n] for n in part.templates},
-                {n: whole.plan.parameters[n] for n in part.parameters},
-            )
-        )
+        mesh = Mesh(whole.mesh.axes, offsets[s])
+        parameters = with_owners({n: whole.plan.parameters[n] for n in part.parameters}, part, mesh, task.setting)
+        stages.append(StagePlan(ranges[s], mesh, {n: whole.plan.templates[n] for n in part.templates}, parameters))
     plan = Plan(
         task.program.fingerprint,
         task.cluster.fingerprint(),

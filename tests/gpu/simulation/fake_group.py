@@ -217,6 +217,10 @@ def _broadcast(args: Sequence[Any], me: int) -> _Asked:
     return (list(args[0]), [], (root,)) if me == root else ([], list(args[0]), (root,))
 
 
+def _reduce(args: Sequence[Any], me: int) -> _Asked:
+    return [], list(args[0]), (args[2].op(), args[3])
+
+
 def _out_of(args: Sequence[Any], me: int) -> _Asked:
     return [args[1]], [args[0]], ()
 
@@ -240,6 +244,7 @@ def _reduce_scatter(args: Sequence[Any], me: int) -> _Asked:
 _COLLECTIVES: dict[str, Callable[[Sequence[Any], int], _Asked]] = {
     "allreduce_": _in_place,
     "broadcast_": _broadcast,
+    "reduce_": _reduce,
     "_allgather_base_": _out_of,
     "_reduce_scatter_base_": _reduce_scatter,
     "alltoall_base_": _out_of,

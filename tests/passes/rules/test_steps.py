@@ -38,8 +38,8 @@ def held(spec: Spec, rank: int) -> Tensor:
     return WHOLE.chunk(2, dims[0])[rank] if dims else WHOLE
 
 
-def test_there_are_steps_of_every_kind_but_those_of_runs() -> None:
-    of_values = {k for k, row in STEP_KINDS.items() if not (row.table.of_block or row.table.of_runs)}
+def test_there_are_steps_of_every_kind_but_those_of_runs_and_owners() -> None:
+    of_values = {k for k, row in STEP_KINDS.items() if not (row.table.of_block or row.table.of_runs or row.table.of_owner)}
     assert {step.kind for _, step, _ in STEPS} == of_values
 
 
