@@ -114,11 +114,7 @@ def said(call: Any) -> str:
 
 
 def misuse() -> Any:
-<<<<<<< HEAD
-    """Messages to ranks that do not do the same, or ask for what cannot be."""
-=======
     """Ranks that do not do the same, or ask for what cannot be, are told so."""
->>>>>>> 4c81c7bdbb27453bda8f0843c8d17f26647a5811
     global SMOOTHING
     told = {"cluster": said(lambda: autopar.parallelize(model(), autopar.ClusterSpec.local(3), batch(), loss_fn=loss))}
     told["graph"] = said(lambda: autopar.parallelize(Branching(), "here", (torch.ones(4, 4),)))
