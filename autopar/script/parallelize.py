@@ -10,7 +10,9 @@ its first weights and the script's own functions as its optimizer, and gets a `S
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from autopar.errors import InputError
 from autopar.options import Options, with_suggestions
 from autopar.plan import Plan
 from autopar.program import model_tensors
-from autopar.request import as_cluster
+from autopar.request import as_cluster, checked_options
 from autopar.runtime.data.schema import integer, listed
 from autopar.runtime.errors import RuntimeProgramError
 from autopar.runtime.program.manifest import Manifest
@@ -92,7 +94,7 @@ def parallelize(
         clip_grad_norm=clip_grad_norm,
         clip_grad_value=clip_grad_value,
         loss_scaling=loss_scaling,
-        options=replace(options or Options(), idle_ranks=False),
+        options=replace(checked_options(options), idle_ranks=False),
         plan=plan,
         buckets=buckets,
         pad_values=pad_values,
@@ -103,7 +105,8 @@ def parallelize(
             f"the model is on the meta device ({on_meta[0]}), which holds no weights; give weights=, a checkpoint or a directory "
             "of safetensors"
         )
-    directory = program_directory(request, fingerprint(request), ranks, compile_timeout_s)
+    with _same_random_numbers():
+        directory = program_directory(request, fingerprint(request), ranks, compile_timeout_s)
     manifest = Manifest.read(directory)
     if manifest.idle:
         raise InputError(
@@ -118,6 +121,15 @@ def parallelize(
     if weights is None:
         _take_weights(program, model)
     return Step(program, model, directory)
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """A context that leaves the script's random numbers alone: they are to be the same on ranks that compile and on others."""
+    before = random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        yield
+    random.setstate(before)
 
 
 def _take_weights(program: LoadedProgram, model: nn.Module) -> None:

@@ -93,6 +93,17 @@ def resumed() -> Any:
     return own(*batch(7)).item(), own.optimizer.param_groups[0]["lr"], own.steps_done
 
 
+def machines() -> Any:
+    """Two ranks that are machines of their own, each with programs of its own."""
+    os.environ["AUTOPAR_MACHINE"] = f"machine{RANK}"
+    os.environ["AUTOPAR_CACHE"] = str(HERE / f"cache{RANK}")
+    torch.manual_seed(7)
+    told = said(lambda: autopar.parallelize(Branching(), "here", (torch.ones(4, 4),)))
+    own = step()
+    drawn = torch.rand(1).item()
+    return told, own(*batch()).item(), str(own.directory), (own.directory / "plan.json").read_text(), drawn
+
+
 class Branching(nn.Module):
     """A model that has no graph."""
 

@@ -94,6 +94,17 @@ def test_ranks_that_do_not_do_the_same_are_told_so_by_name(folder: Path) -> None
         torch.testing.assert_close(state["mix.weight"], model(seed=0).mix.weight.detach(), rtol=0, atol=0)
 
 
+@pytest.mark.slow
+def test_every_machine_makes_its_own_files_of_one_plan(folder: Path) -> None:
+    for _ in range(2):
+        (told, *first), (heard, *other) = run(2, "machines", folder)
+        assert "CaptureError" in told
+        assert heard.startswith("CaptureError: rank 0 could not compile: ")
+        assert [Path(one[1]).parent.name for one in (first, other)] == ["cache0", "cache1"]
+        assert (first[0], first[2:]) == (other[0], other[2:])
+        assert len(list((folder / "cache1").iterdir())) == 1
+
+
 def test_it_takes_what_compile_takes() -> None:
     taken, all_of = (inspect.signature(one).parameters for one in (autopar.parallelize, autopar.compile))
     assert [(name, taken[name].default) for name in all_of] == [(name, one.default) for name, one in all_of.items()]
