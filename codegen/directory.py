@@ -11,6 +11,7 @@ autopar_runtime/     of the small runtime, torch only, the modules that the prog
 run.py               torchrun entry; launch.sh, slurm.sh and kubernetes.yaml start it on machines
 weights/             the model's weights (torch.distributed.checkpoint); where they are on meta, what no state dict holds
 buckets/1/ …         plan.json, pipeline.py and stages for batches of other shapes, where there are any
+entries/NAME/ …      the same for other steps over the parameters, with buckets of their own
 candidates/1/ …      the program under other plans, each a directory like this one without weights, for autopar-tune
 tuned.json           which of them it found to be the fastest; run.py runs that one
 worlds/2/ …          the program for other numbers of ranks, likewise; run.py runs that of the number it finds
@@ -44,7 +45,7 @@ from autopar.runtime.errors import CheckpointError
 from autopar.runtime.program.batches import BatchInput
 from autopar.runtime.program.factories import USER_FACTORIES, factory_modules
 from autopar.runtime.program.machines import Machines
-from autopar.runtime.program.manifest import TUNED, WORLDS, BucketFiles, Manifest, world_folder
+from autopar.runtime.program.manifest import TUNED, WORLDS, BucketFiles, EntryFiles, Manifest, world_folder
 from autopar.runtime.program.run_options import DEFAULTS, RunOptions
 from autopar.runtime.update.update_rule import UpdateRule
 
@@ -54,8 +55,8 @@ LAUNCHERS = ("run.py", "launch.sh", "slurm.sh", "kubernetes.yaml")
 
 
 @dataclass(frozen=True, eq=False)
-class BucketContents:
-    """The part of a program's directory that serves batches of another shape."""
+class FormContents:
+    """The part of a program's directory that serves another step, or batches of another shape."""
 
     plan: Plan
     lowered: LoweredProgram
@@ -65,12 +66,22 @@ class BucketContents:
 
 
 @dataclass(frozen=True, eq=False)
+class EntryContents:
+    """The part that serves another step. buckets: batches of other shapes of it; has_loss: whether its outputs begin with one."""
+
+    form: FormContents
+    buckets: tuple[FormContents, ...]
+    pad_values: Mapping[str, float]
+    has_loss: bool
+
+
+@dataclass(frozen=True, eq=False)
 class Contents:
     """A directory's contents. sources: of the stages; pipeline: text of pipeline.py. update: None for inference. weights: by
     table name, on the meta device where there are none; state_names: what the same are called in the model's own state
     dict. inputs: a global batch. ranks_per_node: of the cluster. facts: of program.json. buckets: batches of other shapes,
     and pad_values what inputs are padded with up to them. options: those that reach run time. idle: ranks that the plan leaves
-    idle."""
+    idle. entries: other steps."""
 
     plan: Plan
     lowered: LoweredProgram
@@ -83,10 +94,21 @@ class Contents:
     inputs: Any
     ranks_per_node: int
     facts: Mapping[str, Any]
-    buckets: tuple[BucketContents, ...] = ()
+    buckets: tuple[FormContents, ...] = ()
     pad_values: Mapping[str, float] = field(default_factory=dict)
     options: RunOptions = DEFAULTS
     idle: int = 0
+    entries: Mapping[str, EntryContents] = field(default_factory=dict)
+
+    @property
+    def forms(self) -> dict[str, FormContents]:
+        """Every other step and shape, by its folder."""
+        forms = {bucket_folder(i): bucket for i, bucket in enumerate(self.buckets)}
+        for name, entry in self.entries.items():
+            folder = entry_folder(name)
+            forms[folder] = entry.form
+            forms |= {f"{folder}/{bucket_folder(i)}": bucket for i, bucket in enumerate(entry.buckets)}
+        return forms
 
     @property
     def started(self) -> int:
@@ -174,11 +196,18 @@ def _program(contents: Contents, worlds: Sequence[int] = ()) -> _Program:
         machines=from_data(Machines, contents.facts["machines"]),
         worlds=tuple(sorted(worlds)),
         idle=contents.idle,
-        buckets=tuple(
-            BucketFiles(f"{bucket_folder(i)}/pipeline.py", _inputs(bucket.inputs))
-            for i, bucket in enumerate(contents.buckets)
-        ),
+        buckets=_buckets(contents.buckets),
         pad_values=contents.pad_values,
+        entries={
+            name: EntryFiles(
+                f"{entry_folder(name)}/pipeline.py",
+                _inputs(entry.form.inputs),
+                entry.has_loss,
+                _buckets(entry.buckets, f"{entry_folder(name)}/"),
+                entry.pad_values,
+            )
+            for name, entry in contents.entries.items()
+        },
     )
     text = json.dumps(to_data(manifest), indent=1, allow_nan=False) + "\n"
     texts = {**_texts(contents, worlds), "manifest.json": text}
@@ -204,14 +233,15 @@ def _texts(contents: Contents, worlds: Sequence[int]) -> dict[str, str]:
     lowered, ranks = contents.lowered, contents.started
     texts = {"plan.json": contents.plan.to_json(), "pipeline.py": contents.pipeline}
     texts |= {f"stages/stage_{i}.py": source for i, source in enumerate(contents.sources)}
-    for i, bucket in enumerate(contents.buckets):
-        folder = bucket_folder(i)
-        texts |= {f"{folder}/plan.json": bucket.plan.to_json(), f"{folder}/pipeline.py": bucket.pipeline}
-        texts |= {f"{folder}/stages/stage_{k}.py": source for k, source in enumerate(bucket.sources)}
+    for folder, form in contents.forms.items():
+        texts |= {f"{folder}/plan.json": form.plan.to_json(), f"{folder}/pipeline.py": form.pipeline}
+        texts |= {f"{folder}/stages/stage_{k}.py": source for k, source in enumerate(form.sources)}
     for rank, place in _places(lowered):
         if rank < MOST_RANK_FILES:
             texts[f"ranks/rank_{rank}.py"] = render("rank.py.j2", rank=rank, **place)
-    names = sorted({name for one in (lowered, *(b.lowered for b in contents.buckets)) for name in used_ops(one)})
+    names = sorted(
+        {name for one in (lowered, *(form.lowered for form in contents.forms.values())) for name in used_ops(one)}
+    )
     if names:
         texts["user_ops.py"] = user_ops_source(names)
     per_node, gpus = min(contents.ranks_per_node, ranks), contents.facts["machines"]["gpu"]
@@ -233,6 +263,18 @@ def candidate_folder(place: int) -> str:
 def bucket_folder(place: int) -> str:
     """The folder of the files of a bucket."""
     return f"buckets/{place + 1}"
+
+
+def entry_folder(name: str) -> str:
+    """The folder of the files of another step."""
+    return f"entries/{name}"
+
+
+def _buckets(buckets: Sequence[FormContents], folder: str = "") -> tuple[BucketFiles, ...]:
+    """The rows of a manifest for other shapes. folder: of the step whose they are."""
+    return tuple(
+        BucketFiles(f"{folder}{bucket_folder(i)}/pipeline.py", _inputs(one.inputs)) for i, one in enumerate(buckets)
+    )
 
 
 def _places(lowered: LoweredProgram) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx
@@ -12,6 +12,10 @@ from torch import fx
 from autopar.capture.before.conditional_gradients import Sometimes
 from autopar.capture.while_traced.scalar_outputs import NoLoss
 from autopar.ir.program import Program
+
+Gives = Literal["step", "loss", "loss and outputs"]
+"""Captures are of one of these: the model's own step (the loss that it is trained on, or in inference its outputs); or, with
+nothing differentiated, the loss alone, or the pair of loss and outputs, None where the model has no loss."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -95,7 +95,7 @@ def report(program: Compiled) -> str:
     lines += _communication(program)
     lines += _placement(program)
     lines += _drift(program)
-    lines += _buckets(program)
+    lines += _forms(program)
     if program.alternatives:
         lines.append("alternatives:")
         lines += [
@@ -156,18 +156,23 @@ def _drift(program: Compiled) -> list[str]:
     return lines
 
 
-def _buckets(program: Compiled) -> list[str]:
-    """The lines about a step for batches of every shape."""
-    if not program.buckets:
-        return []
-    lines = ["buckets, with the same parameters:"]
-    for one in program.of_buckets:
-        own = one.decision.predicted
-        lines.append(
-            f"  {shapes_text(one.request.inputs)}: {one.plan.show_meshes()}; step {time_text(own.step_time_s)}, peak "
-            f"{size_text(own.peak_bytes)}"
-        )
+def _forms(program: Compiled) -> list[str]:
+    """The lines about a step for batches of every shape, and about every other step."""
+    lines = []
+    if program.buckets:
+        lines += ["buckets, with the same parameters:", *map(_form, program.of_buckets)]
+    for name, entry in program.entries.items():
+        lines += [f"entry {name}, with the same parameters:", *map(_form, entry.of_buckets)]
     return lines
+
+
+def _form(one: Compiled) -> str:
+    """The line about a step for batches of one shape."""
+    own = one.decision.predicted
+    return (
+        f"  {shapes_text(one.request.inputs)}: {one.plan.show_meshes()}; step {time_text(own.step_time_s)}, peak "
+        f"{size_text(own.peak_bytes)}"
+    )
 
 
 def _masters(ir: Program) -> str:

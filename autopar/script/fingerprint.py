@@ -95,7 +95,8 @@ def _sources(folder: Path, root: Path) -> Iterator[Path]:
 
 def _by_shape(request: Request) -> set[int]:
     """The tensors of the model that a state dict has, and those of example inputs, by id."""
-    tensors = [leaf for batch in (request.inputs, *request.buckets) for leaf in flatten(batch)[0]]
+    steps = (request, *request.entries.values())
+    tensors = [leaf for one in steps for batch in (one.inputs, *one.buckets) for leaf in flatten(batch)[0]]
     for layer in request.model.modules():
         tensors += layer.parameters(recurse=False)
         tensors += [

@@ -27,7 +27,7 @@ from autopar.capture.examples.inputs import LossFunction
 from autopar.cluster import ClusterSpec
 from autopar.cluster.here import HERE
 from autopar.errors import InputError
-from autopar.options import Options, with_suggestions
+from autopar.options import Entry, Options, with_suggestions
 from autopar.plan import Plan
 from autopar.program import model_tensors
 from autopar.request import as_cluster, checked_options
@@ -59,6 +59,7 @@ def parallelize(
     plan: Plan | str | Path | None = None,
     buckets: Sizes | None = None,
     pad_values: Mapping[str, float] | None = None,
+    entries: Mapping[str, Entry] | None = None,
     weights: str | Path | None = None,
     backend: str | None = None,
     rows: str = "global",
@@ -98,6 +99,7 @@ def parallelize(
         plan=plan,
         buckets=buckets,
         pad_values=pad_values,
+        entries=entries,
     )
     on_meta = [name for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor) and tensor.is_meta]
     if on_meta and weights is None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from autopar.runtime.data.state_names import of_model
 from autopar.runtime.errors import CheckpointError, RuntimeProgramError
 from autopar.runtime.program.rows import DataShard
-from autopar.runtime.run.loaded import LoadedProgram
+from autopar.runtime.run.loaded import LoadedEntry, LoadedProgram
 
 
 class Step:
@@ -60,6 +60,16 @@ class Step:
         self._session.updater.forget_gradients()  # so an optimizer.step() of the script finds none, and changes nothing
         self._scheduled = self._epochs()
         return given
+
+    def entry(self, name: str) -> LoadedEntry:
+        """Another step over the same parameters, one of `entries=`, to be called with its batch. Raises RuntimeProgramError where
+        there is none of that name."""
+        return self._program.entry(name)
+
+    def evaluate(self, *batch: Any, **named: Any) -> Any:
+        """The entry "evaluate" on a batch: (loss, outputs) of the model in eval mode; nothing is trained. Raises
+        RuntimeProgramError where parallelize was given no `entries={"evaluate": autopar.Entry()}`."""
+        return self.entry("evaluate")(*batch, **named)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

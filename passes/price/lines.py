@@ -361,7 +361,7 @@ def optimizer_s(
     `on_rank`."""
     if not (p.owned and p.contributions):
         return 0.0
-    nbytes, itemsize = on_rank(p, stage.mesh, rank).updated, p.type.dtype.itemsize
+    nbytes, itemsize = on_rank(p, stage.mesh, rank=rank).updated, p.type.dtype.itemsize
     update_s = float(pricer.update_s(setting.optimizer.update_elements(p.name), nbytes))
     copy_bytes = pricer.software.copy_bytes or itemsize
     return update_s + (nbytes * (1 + copy_bytes / itemsize) * pricer.copy_s if copy_bytes < itemsize else 0.0)

@@ -62,7 +62,8 @@ def optimizer(params: Any) -> torch.optim.Optimizer:
 
 
 def step(own: nn.Module | None = None, **others: Any) -> autopar.Step:
-    asked: dict[str, Any] = {"loss_fn": loss, "optimizer": lambda params: optimizer(params)} | others
+    asked: dict[str, Any] = {"loss_fn": loss, "optimizer": lambda params: optimizer(params)}
+    asked |= {"entries": {"evaluate": autopar.Entry()}} | others
     return autopar.parallelize(own or model(), "here", asked.pop("example", batch()), **asked)
 
 
@@ -78,12 +79,13 @@ def loop() -> Any:
     with own.no_sync():
         losses += [own(*batch(n)).item() for n in (4, 5)]
     losses.append(own.local(*(part[own.shard.indices] for part in batch(6))).item())
+    measured, logits = own.evaluate(*batch(9))
     state = own.state_dict()
     own.save(HERE / "saved")
     losses.append(own(*batch(7)).item())
     own.load_state_dict(state)
     assert len(own.state_dict(every_rank=False)) == (len(state) if RANK == 0 else 0)
-    return losses, state, own.steps_done, str(own.directory)
+    return losses, state, own.steps_done, str(own.directory), measured.item(), logits
 
 
 def resumed() -> Any:

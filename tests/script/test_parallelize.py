@@ -53,16 +53,19 @@ def eager() -> tuple[list[float], dict[str, Any], Any]:
 def test_a_loop_of_two_ranks_computes_what_one_device_does(folder: Path) -> None:
     ranks = run(2, "loop", folder)
     losses, state, _ = eager()
-    for told, full, steps, directory in ranks:
+    other = model(seed=1)
+    for told, full, steps, directory, measured, logits in ranks:
         torch.testing.assert_close(told, losses, rtol=1e-9, atol=1e-12)
         assert steps == 8
         assert Path(directory).parent == folder / "cache"
         assert list(full) == list(state)
         for name, value in state.items():
             torch.testing.assert_close(full[name], value, rtol=1e-9, atol=1e-12)
-        other = model(seed=1)
         other.load_state_dict(full)
         assert other.head.weight is other.tokens.weight
+        ids, targets = batch(9)
+        torch.testing.assert_close(logits, other(ids), rtol=1e-9, atol=1e-12)
+        assert measured == pytest.approx(loss(other(ids), targets).item(), rel=1e-9)
 
 
 @pytest.mark.slow

@@ -45,6 +45,8 @@ OF_A_PROGRAM = (
     "buckets/*/*.py",
     "buckets/*/plan.json",
     "buckets/*/stages/*.py",
+    "entries/**/*.py",
+    "entries/**/plan.json",
 )
 MOST_SHOWN = 8
 _RECORD = record({"plan": text(), "precision": text(), "files": table(text(), text(64))})

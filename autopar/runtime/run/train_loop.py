@@ -1,6 +1,7 @@
 """The training loop, one for runs with a directory and for those without.
 
     while step < last:  begin → a batch → before_step → the step → its loss is read → on_loss → save, where it is time to
+                        → after_step
 
 What a run does beside its steps is done by *listeners*, each with one concern (metrics, saving, stopping, …), which are called in
 the order in which the run lists them. What the device computed is read in one place, `LossReader`: where kernels queue behind the
@@ -22,6 +23,7 @@ from ..comm.backends import Arriving, backend_of
 from ..comm.comm import Comm
 from ..errors import RuntimeProgramError
 from ..program.batches import DataFunction, random_batches
+from ..step.entries import FIRST
 from ..step.ready import Ready, made_ready
 from ..step.session import Session
 from .loaded import LoadedProgram
@@ -91,6 +93,9 @@ class Listener:
     def before_step(self, loop: Loop, batch: Any) -> None:
         """The batch of step `loop.step + 1` was taken."""
 
+    def after_step(self, loop: Loop) -> None:
+        """Step `loop.step` is done, its parameters are updated, and nothing was taken back; its loss may not have been read."""
+
     def on_loss(self, loop: Loop, done: Done) -> bool:
         """The loss of a step was read. True: the step is none to report, and later listeners do not hear of it."""
         return False
@@ -158,8 +163,8 @@ class Loop:
         """A batch made ready for its step; nothing of one that the program refuses."""
         session = self.program.session
         with suppress(RuntimeProgramError):
-            taking = session.own_rows if self.program.own_rows else session.whole_batches
-            return made_ready(self.program.leaves(batch), taking, session.forms)
+            taking = session.taking(self.program.own_rows)
+            return made_ready(self.program.leaves(batch), taking, session.entry(FIRST).forms)
         return None
 
     def _do_step(self, listeners: Sequence[Listener]) -> None:
@@ -182,6 +187,9 @@ class Loop:
             for one in listeners:
                 one.save(self)
             self.save_s += time.perf_counter() - began
+        if self.step == step:
+            for one in listeners:
+                one.after_step(self)
 
 
 def tell(comm: Comm, line: str, stream: TextIO | None = None) -> None:

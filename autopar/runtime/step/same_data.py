@@ -57,8 +57,8 @@ _DOING = row(text(), _COUNT, _COUNT, listed(integer(0, (1 << 32) - 1)), text())
 WHY_DATA = (
     "got another batch than the others; every rank is to read the same global batches in the same order: are the files the "
     "same on every machine, and is the order drawn from the same seed on every rank (generator= of the DataLoader, no "
-    'DistributedSampler, which gives each rank a part: load(rows="local") and run.py\'s data functions with a shard take parts)? '
-    "Or is its optimizer set otherwise, as by a rank that changes its own learning rate?"
+    'DistributedSampler, which gives each rank a part: load(rows="local") and run.py\'s data functions with a shard take parts), '
+    "and does every rank run the same entry? Or is its optimizer set otherwise, as by a rank that changes its own learning rate?"
 )
 
 
@@ -108,14 +108,15 @@ def steps_apart(cost_s: float, step_s: float) -> int:
 
 @dataclass(frozen=True)
 class _Read:
-    """Bytes of a batch on their way to the host."""
+    """Bytes of a batch on their way to the host. entry: the step that it is for."""
 
     batch: Sequence[Tensor]
     parts: Arriving
+    entry: str
 
     def folded(self, start: int) -> int:
         """The checksum of all up to this batch. Waits until it is there."""
-        return _folded(start, self.batch, self.parts.wait())
+        return _folded(zlib.crc32(self.entry.encode(), start), self.batch, self.parts.wait())
 
 
 @dataclass(frozen=True)
@@ -176,11 +177,16 @@ class SameData:
         self._ahead = True
 
     def take(
-        self, batch: Sequence[Tensor], step: int, readers: Sequence[int] | None = None, settings: Sequence[float] = ()
+        self,
+        batch: Sequence[Tensor],
+        step: int,
+        readers: Sequence[int] | None = None,
+        settings: Sequence[float] = (),
+        entry: str = "",
     ) -> None:
-        """This rank is given a batch for a step, and has its optimizer set to some numbers; compare where it is time to. readers:
-        of every rank the number of the group that takes the same rows, where ranks are given their own (None: all are given the
-        global batch). Raises RankError on every rank, naming those that were given another one."""
+        """This rank is given a batch for a step of an entry, and has its optimizer set to some numbers; compare where it is time
+        to. readers: of every rank the number of the group that takes the same rows, where ranks are given their own (None: all
+        are given the global batch). Raises RankError on every rank, naming those that were given another one."""
         if self._ahead:
             self._ahead = False
             return
@@ -193,7 +199,7 @@ class SameData:
         at_once = self._every or self.taken <= FIRST
         due = at_once or self.taken - self._compared >= self.apart
         most_bytes = 1 << 62 if due else self._most_bytes
-        self._arriving = _Read(batch, Arriving([pieces(leaf, most_bytes, self.taken) for leaf in batch]))
+        self._arriving = _Read(batch, Arriving([pieces(leaf, most_bytes, self.taken) for leaf in batch]), entry)
         if at_once or not self._arriving.parts.late:
             self._arrive()
         if due:

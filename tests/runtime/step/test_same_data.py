@@ -156,7 +156,7 @@ def test_a_session_compares_before_its_guards_see_a_batch(training):
     def rank(comm: Comm) -> None:
         session = Session(program.pipeline, program.modules, comm, compare=True)
         batch: list[Tensor] = [
-            torch.zeros(like.shape, dtype=like.dtypes[0]) for like in session.whole_batches.inputs[0]
+            torch.zeros(like.shape, dtype=like.dtypes[0]) for like in session.taking(False).inputs[0]
         ]
         batch = [leaf[:2] for leaf in batch] if comm.rank else batch
         session.train_step(batch) if training else session.forward(batch)
