@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,8 @@ from autopar.capture.examples.default_device import with_cpu_as_default
 from autopar.capture.examples.inputs import LossFunction
 from autopar.cluster import ClusterSpec
 from autopar.cluster.arrangement import arranged, arrangements, placement_onto
-from autopar.errors import InputError, NoRoomError, PlanError
+from autopar.codegen.factories import named_rule
+from autopar.errors import EmitError, InputError, NoRoomError, PlanError
 from autopar.forms import captured_for, laid_out_as, setting_for, with_forms
 from autopar.ir.memory_levers import forced_offload
 from autopar.ir.program import Program
@@ -90,24 +92,27 @@ def compile(
 
     Raises InputError, CaptureError, CoupledError, ClusterError, ConstraintError, PlanError, InfeasibleError.
     """
-    return compile_request(
-        request_of(
-            model,
-            cluster,
-            example_inputs,
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            clip_grad_norm=clip_grad_norm,
-            clip_grad_value=clip_grad_value,
-            loss_scaling=loss_scaling,
-            options=options,
-            plan=plan,
-            buckets=buckets,
-            pad_values=pad_values,
-            entries=entries,
-        )
+    request = request_of(
+        model,
+        cluster,
+        example_inputs,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        clip_grad_norm=clip_grad_norm,
+        clip_grad_value=clip_grad_value,
+        loss_scaling=loss_scaling,
+        options=options,
+        plan=plan,
+        buckets=buckets,
+        pad_values=pad_values,
+        entries=entries,
     )
+    try:
+        named_rule(request.update)
+    except EmitError as error:
+        warnings.warn(f"this program will run here, but cannot be saved: {error}", stacklevel=4)
+    return compile_request(request)
 
 
 def request_of(

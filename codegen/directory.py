@@ -6,6 +6,7 @@ program.json         facts for `autopar-dump` (mesh, collectives, storage, predi
 manifest.json        what run.py needs to know
 stages/stage_0.py    the code; ranks that are alike share it
 ranks/rank_0.py …    one short file per rank: its coordinates and its stages
+user_factories.py    functions of the user's script that make the optimizer, where there are any
 autopar_runtime/     of the small runtime, torch only, the modules that the program needs
 run.py               torchrun entry; launch.sh, slurm.sh and kubernetes.yaml start it on machines
 weights/             the model's weights (torch.distributed.checkpoint); where they are on meta, what no state dict holds
@@ -18,7 +19,6 @@ worlds/2/ …          the program for other numbers of ranks, likewise; run.py 
 
 from __future__ import annotations
 
-import functools
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from autopar.capture.examples.trees import flatten
+from autopar.codegen.factories import factories_source, named_rule
 from autopar.codegen.owned_files import FACTS, WEIGHTS, digest, facts_text, settle, to_replace
 from autopar.codegen.stage import render
 from autopar.codegen.travelling import runtime_files
@@ -38,11 +39,11 @@ from autopar.errors import EmitError
 from autopar.ir.lowered import LoweredProgram
 from autopar.plan import Plan
 from autopar.runtime.data.fields import from_data, to_data
-from autopar.runtime.data.schema import SchemaError, is_identifier
+from autopar.runtime.data.schema import SchemaError
 from autopar.runtime.data.whole_files import begin, commit, give_up, partial
 from autopar.runtime.errors import CheckpointError
 from autopar.runtime.program.batches import BatchInput
-from autopar.runtime.program.factories import NamedFactory, NamedRule, factory_modules
+from autopar.runtime.program.factories import USER_FACTORIES, factory_modules
 from autopar.runtime.program.machines import Machines
 from autopar.runtime.program.manifest import TUNED, WORLDS, BucketFiles, EntryFiles, Manifest, world_folder
 from autopar.runtime.program.run_options import DEFAULTS, RunOptions
@@ -244,6 +245,8 @@ def _texts(contents: Contents, worlds: Sequence[int]) -> dict[str, str]:
     if names:
         texts["user_ops.py"] = user_ops_source(names)
     per_node, gpus = min(contents.ranks_per_node, ranks), contents.facts["machines"]["gpu"]
+    if factories := factories_source(contents.update):
+        texts[f"{USER_FACTORIES}.py"] = factories
     modules = factory_modules(contents.update) if contents.update is not None else []
     sizes = (ranks, *worlds)
     least, nodes, most = (max(size // per_node, 1) for size in (min(sizes), ranks, max(sizes)))
@@ -288,45 +291,6 @@ def _places(lowered: LoweredProgram) -> Iterator[tuple[int, dict[str, Any]]]:
                     "coordinates": coordinates[0] if len(coordinates) == 1 else coordinates,
                 },
             )
-
-
-def named_rule(rule: UpdateRule | None) -> NamedRule | None:
-    """An update rule as a manifest has it. Raises EmitError when a factory has no importable name."""
-    if rule is None or rule == UpdateRule():
-        return None
-    return NamedRule(
-        named_factory(rule.optimizer, "optimizer", "torch.optim.AdamW, lr=…"),
-        named_factory(rule.scheduler, "scheduler", "torch.optim.lr_scheduler.StepLR, step_size=…"),
-        rule.clip_norm,
-        rule.clip_value,
-        rule.loss_scaling,
-        rule.compensated,
-    )
-
-
-def named_factory(factory: Any, what: str, example: str) -> NamedFactory | None:
-    """Module, name and keyword arguments of a class or a function. Raises EmitError when it has no importable name."""
-    if factory is None:
-        return None
-    kwargs: dict[str, Any] = {}
-    while isinstance(factory, functools.partial):
-        if factory.args:
-            raise EmitError(f"the {what} factory has positional arguments; give them by keyword in functools.partial")
-        kwargs = {**factory.keywords, **kwargs}
-        factory = factory.func
-    name, module = getattr(factory, "__qualname__", ""), getattr(factory, "__module__", None)
-    if not is_identifier(name) or module in (None, "__main__"):
-        raise EmitError(
-            f"the {what} factory {name or factory} cannot be written to a program; use functools.partial({example}), or a "
-            "class or function of a module that can be imported where the program runs"
-        )
-    try:
-        json.dumps(kwargs, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise EmitError(
-            f"an argument of the {what} cannot be written to a program ({error}); use plain numbers"
-        ) from error
-    return NamedFactory(str(module), name, kwargs)
 
 
 def _write_weights(weights: Mapping[str, torch.Tensor], directory: Path) -> dict[str, str]:

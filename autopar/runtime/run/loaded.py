@@ -64,15 +64,17 @@ class LoadedEntry:
         Training: this step's loss, or (loss, extras), nested as loss_fn returned it, where there are any. Inference: the output,
         or the tuple of outputs. Another entry that does not train: the pair of its loss and of these (None where there is none).
         """
-        return self._step(batch, named, self.own_rows)
+        return self.take(batch, named, self.own_rows)
 
     def local(self, *batch: Any, **named: Any) -> Any:
         """One step on a batch of which this rank has its own rows alone (`shard.indices`, in that order). What the rank does
         not take may be missing or None; all ranks call it for the same step."""
-        return self._step(batch, named, True)
+        return self.take(batch, named, True)
 
-    def _step(self, batch: tuple[Any, ...], named: Mapping[str, Any], own_rows: bool) -> Any:
-        result = self.session.run_entry(self._name, self._leaves(given(batch, named), own_rows), own_rows=own_rows)
+    def take(self, batch: tuple[Any, ...], named: Mapping[str, Any], own_rows: bool, update: bool = True) -> Any:
+        """One step on a batch as a call's arguments. update: False adds its gradients to those of the next one instead."""
+        tensors = self._leaves(_given(batch, named), own_rows)
+        result = self.session.run_entry(self._name, tensors, own_rows=own_rows, update=update)
         if isinstance(result, torch.Tensor):
             return result if self.session.extras is None else (result, self.session.extras)
         loss = result.pop(0) if self._has_loss else None
@@ -153,7 +155,7 @@ class LoadedProgram(LoadedEntry):
         checkpoint.load(directory, self.session, checked=checked)
 
 
-def given(batch: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+def _given(batch: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
     """The global batch that a call's arguments are."""
     if named or (len(batch) == 1 and not isinstance(batch[0], torch.Tensor)):
         return named or batch[0]

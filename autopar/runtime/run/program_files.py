@@ -38,6 +38,7 @@ OF_A_PROGRAM = (
     "plan.json",
     "run.py",
     "user_ops.py",
+    "user_factories.py",
     "pipeline.py",
     "stages/*.py",
     "ranks/*.py",

@@ -288,11 +288,13 @@ class Session(State):
         given = full_outputs(form, self.comm, outputs, numbers_of(extras))
         return filled(extras, {n: one if self.step_graph is None else one.clone() for n, one in given.items()})
 
-    def run_entry(self, name: str, batch: Sequence[Tensor], *, own_rows: bool = False) -> Tensor | list[Tensor | None]:
+    def run_entry(
+        self, name: str, batch: Sequence[Tensor], *, own_rows: bool = False, update: bool = True
+    ) -> Tensor | list[Tensor | None]:
         """A step of an entry on a batch, "" being the program's own: the loss of one that trains, else the outputs, full on every
-        rank. own_rows: as of `train_step`."""
+        rank. own_rows, update: as of `train_step`."""
         if self.entry(name).training:
-            return self.train_step(batch, own_rows=own_rows)
+            return self.train_step(batch, own_rows=own_rows, update=update)
         return self.forward(batch, entry=name, own_rows=own_rows)
 
     def entry(self, name: str) -> EntryForms:
