@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,19 +11,20 @@ from typing import Any
 
 from torch import nn
 
-from autopar.bucketed import bucket_request, laid_out_as, with_buckets
 from autopar.capture.examples.buckets import Sizes
 from autopar.capture.examples.default_device import with_cpu_as_default
 from autopar.capture.examples.inputs import LossFunction
 from autopar.cluster import ClusterSpec
 from autopar.cluster.arrangement import arranged, arrangements, placement_onto
-from autopar.errors import InputError, NoRoomError, PlanError
+from autopar.codegen.factories import named_rule
+from autopar.errors import EmitError, InputError, NoRoomError, PlanError
+from autopar.forms import captured_for, laid_out_as, setting_for, with_forms
 from autopar.ir.memory_levers import forced_offload
 from autopar.ir.program import Program
 from autopar.ir.setting import Setting
 from autopar.optimizer.examine import examine
 from autopar.optimizer.rule import update_rule
-from autopar.options import Options, with_suggestions
+from autopar.options import Entry, Options, with_suggestions
 from autopar.passes.batch.microbatches import Microbatches
 from autopar.passes.order.ordered import in_order
 from autopar.passes.order.refused import NotOrdered
@@ -60,6 +61,7 @@ def compile(
     plan: Plan | str | Path | None = None,
     buckets: Sizes | None = None,
     pad_values: Mapping[str, float] | None = None,
+    entries: Mapping[str, Entry] | None = None,
 ) -> ParallelProgram:
     """Compile a single-device model into one program per rank.
 
@@ -85,25 +87,32 @@ def compile(
     stored, the others are planned for that. pad_values: number by input, with which a batch between two buckets is padded
     up to the next one (never along its batch dim).
 
+    entries: other steps over the same parameters, in the same memory, by name: `{"evaluate": autopar.Entry()}` is the model in
+    eval mode. `program.run_in_turn`, and `autopar.load(DIR).entry(name)`, run them between the program's own.
+
     Raises InputError, CaptureError, CoupledError, ClusterError, ConstraintError, PlanError, InfeasibleError.
     """
-    return compile_request(
-        request_of(
-            model,
-            cluster,
-            example_inputs,
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            clip_grad_norm=clip_grad_norm,
-            clip_grad_value=clip_grad_value,
-            loss_scaling=loss_scaling,
-            options=options,
-            plan=plan,
-            buckets=buckets,
-            pad_values=pad_values,
-        )
+    request = request_of(
+        model,
+        cluster,
+        example_inputs,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        clip_grad_norm=clip_grad_norm,
+        clip_grad_value=clip_grad_value,
+        loss_scaling=loss_scaling,
+        options=options,
+        plan=plan,
+        buckets=buckets,
+        pad_values=pad_values,
+        entries=entries,
     )
+    try:
+        named_rule(request.update)
+    except EmitError as error:
+        warnings.warn(f"this program will run here, but cannot be saved: {error}", stacklevel=4)
+    return compile_request(request)
 
 
 def request_of(
@@ -121,45 +130,49 @@ def request_of(
     plan: Plan | str | Path | None,
     buckets: Sizes | None,
     pad_values: Mapping[str, float] | None,
+    entries: Mapping[str, Entry] | None = None,
 ) -> Request:
     """The request that the arguments of `compile` make. Raises InputError, ClusterError, PlanError."""
     options = checked_options(options)
     update = update_rule(optimizer, scheduler, clip_grad_norm, clip_grad_value, loss_scaling, options.compensated_sums)
-    return make_request(model, cluster, example_inputs, loss_fn, update, options, plan, buckets, pad_values)
+    return make_request(model, cluster, example_inputs, loss_fn, update, options, plan, buckets, pad_values, entries)
 
 
 def compile_request(request: Request) -> ParallelProgram:
     """The program of a request: `compile` once its arguments are checked."""
     program = _compiled(request, RuleBook())
-    if not request.buckets:
-        return program
-    buckets = [_compiled(bucket_request(program, inputs), program.rules, program) for inputs in request.buckets]
-    return with_buckets(program, buckets)
+    return with_forms(program, lambda form: _compiled(form, program.rules, program))
 
 
 def _compiled(request: Request, rules: RuleBook, first: ParallelProgram | None = None) -> ParallelProgram:
     """One program. first: that whose parameters it is to compute with."""
     started = time.perf_counter()
-    batches = _ordered(request, Microbatches(request.capture(), rules, request.capture_apart))
+    captured = request.capture() if first is None else captured_for(first, request)
+    batches = _ordered(request, Microbatches(captured, rules, request.capture_apart))
     program = batches.at(request.options.microbatches or 1)
     capture_s = time.perf_counter() - started
-    setting_for = functools.partial(_setting, request, program)
-    setting = setting_for(request.cluster.size)
+
+    def setting(ranks: int) -> Setting:
+        own = _setting(request, program, ranks)
+        return own if first is None or not request.entry else setting_for(first, own)
+
     given = first.plan if first is not None else request.plan
     listed = request.cluster
     if given is None:
         cluster = arrangements(listed)[0].cluster
     else:
         cluster = planned_ranks(arranged(listed, given.placement), given)
-    layout = laid_out_as(first, program) if first is not None else None
+    layout = laid_out_as(first, request, program) if first is not None else None
     order = _forced_order(request) or 0
-    task = Task(program, cluster, rules, setting, request.options, batches, layout=layout, order=order)
+    task = Task(
+        program, cluster, rules, setting(request.cluster.size), request.options, batches, layout=layout, order=order
+    )
     with infrequent_gc():
         if request.plan is not None:
             plans = [(task, replayed(task, request.plan, request.cluster))]
         else:
-            several_shapes = bool(request.buckets) or first is not None
-            plans = overlapped(_searched(task, request.batch, setting_for), several_shapes)
+            alone = first is None and not (request.buckets or request.entries)
+            plans = overlapped(_searched(task, request.batch, setting), not alone)
         plans = [(owner, replace(one, plan=_of_cluster(one.plan, owner, listed))) for owner, one in plans]
         task, best = plans[0]
         if first is not None:

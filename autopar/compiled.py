@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Self
 
@@ -22,6 +23,7 @@ from autopar.passes.memory.peak import peak_kinds
 from autopar.passes.price.pricer import Pricers
 from autopar.passes.recompute.curve import Curve, curves
 from autopar.passes.rules.book import RuleBook
+from autopar.passes.search.task import Task
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import Plan
 from autopar.request import Request
@@ -101,6 +103,25 @@ class Decision:
     rules: RuleBook = field(repr=False)
     account: Account = field(repr=False)
 
+    @staticmethod
+    def of(task: Task, best: PricedPlan, others: Sequence[PricedPlan]) -> Decision:
+        """The decision for a plan, lowered and accounted for, before others of the task."""
+        account = best.account
+        assert account is not None
+        predicted = Prediction(account.step_time_s, account.peak_bytes, account.comm_time_s)
+        precision = task.options.precision or ""
+        alternatives = tuple(
+            Alternative(
+                f"{other.plan.origin} {other.plan.show_meshes()}",
+                replace(other.plan, precision=precision),
+                Prediction(other.step_s, other.solution.memory, 0.0),
+            )
+            for other in others
+        )
+        plan = replace(best.plan, predicted=asdict(predicted), precision=precision)
+        solver = SolverFacts.of(best, task.rules)
+        return Decision(plan, predicted, alternatives, solver, task.setting, task.rules, account)
+
 
 @dataclass(frozen=True, eq=False)
 class Emitted:
@@ -115,7 +136,7 @@ class Emitted:
 @dataclass(frozen=True, eq=False)
 class Compiled:
     """All that is known of a compiled program. timings: seconds of capture, plan, lower, emit. buckets: the programs that run
-    batches of other shapes with the same parameters."""
+    batches of other shapes with the same parameters; entries: those of other steps over them, each with buckets of its own."""
 
     request: Request = field(repr=False)
     captured: Captured = field(repr=False)
@@ -123,11 +144,17 @@ class Compiled:
     emitted: Emitted = field(repr=False)
     timings: dict[str, float]
     buckets: tuple[Self, ...] = field(default=(), repr=False, kw_only=True)
+    entries: Mapping[str, Self] = field(default_factory=dict, repr=False, kw_only=True)
 
     @property
     def of_buckets(self) -> tuple[Self, ...]:
         """The program of every bucket, this one first."""
         return (self, *self.buckets)
+
+    @property
+    def forms(self) -> tuple[Self, ...]:
+        """All programs of the parameters: of this step's buckets, and of those of every entry."""
+        return (*self.of_buckets, *(form for entry in self.entries.values() for form in entry.of_buckets))
 
     @property
     def model(self) -> nn.Module:
@@ -161,9 +188,9 @@ class Compiled:
 
     @property
     def predicted(self) -> Prediction:
-        """The prediction for a step of the largest bucket; the peak is that of any bucket."""
+        """The prediction for a step of the largest bucket; the peak is that of any bucket of any entry."""
         own = self.decision.predicted
-        return replace(own, peak_bytes=max([own.peak_bytes, *(b.predicted.peak_bytes for b in self.buckets)]))
+        return replace(own, peak_bytes=max(form.decision.predicted.peak_bytes for form in self.forms))
 
     @property
     def alternatives(self) -> tuple[Alternative, ...]:

@@ -1,4 +1,4 @@
-"""Options: everything a user may force or bound; the defaults let the planner choose."""
+"""Options: everything a user may force or bound; the defaults let the planner choose. And entries, further steps of a program."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import Annotated, Any, Final, ParamSpec, TypeVar
 
 from autopar.errors import InputError
 from autopar.ir.memory_levers import OFFLOAD_KINDS, PRECISIONS, RECOMPUTE_POLICIES
@@ -19,12 +19,15 @@ from autopar.runtime.data.schema import (
     choice,
     did_you_mean,
     integer,
+    is_identifier,
     is_number,
     number,
     positive,
+    shown,
     where,
 )
 from autopar.runtime.gradients.compression import CODECS
+from autopar.runtime.program.manifest import MOST_ENTRIES
 from autopar.runtime.program.run_options import RunOptions, Seed
 
 P = ParamSpec("P")
@@ -36,6 +39,8 @@ COUPLED = ("refuse", "per-microbatch")
 MOST_SECONDS = 1e9
 DATA_PARALLEL = ("dp", "zero1", "zero2", "zero3")
 MEGATRON = ("megatron", "megatron-zero1", "megatron-zero2", "megatron-zero3")
+INHERITED: Final = "inherited"
+"""The loss of an entry that is the program's own."""
 STRATEGIES = ("auto", *DATA_PARALLEL, *MEGATRON)
 
 
@@ -230,3 +235,52 @@ class Options(RunOptions):
 
 
 Options.__init__ = with_suggestions(Options.__init__)  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """Another step over a program's parameters: the model in eval mode, without gradients. Its result is the pair of the loss
+    (None where there is none) and of what the model returns.
+
+    example_inputs: a global batch as `compile` takes it, of any size; None: the program's own. loss_fn(output, *targets):
+    "inherited" is the program's own; None: the model's output alone, or `.loss` of it. outputs: False for the loss alone, where
+    nobody reads what the model returns. buckets, pad_values: other shapes of its batches, as of `compile`. options: of its own
+    (None: the program's); meshes, stages and how parameters are stored are the program's in any case.
+    """
+
+    example_inputs: Any = None
+    loss_fn: Callable[..., Any] | str | None = INHERITED
+    outputs: bool = True
+    buckets: Mapping[str, Mapping[int, Sequence[int]]] | None = None
+    pad_values: Mapping[str, float] | None = None
+    options: Options | None = None
+
+
+Entry.__init__ = with_suggestions(Entry.__init__)  # type: ignore[method-assign]
+
+
+def checked_entries(entries: Mapping[str, Entry] | None) -> dict[str, Entry]:
+    """The entries that `compile` is given. Raises InputError where they are none, or have a name that is no identifier."""
+    if entries is None:
+        return {}
+    if not isinstance(entries, Mapping) or len(entries) > MOST_ENTRIES:
+        raise InputError(
+            f'entries maps at most {MOST_ENTRIES} names to steps, {{"evaluate": autopar.Entry(…)}}; it is {shown(entries)}'
+        )
+    for name, entry in entries.items():
+        if not is_identifier(name):
+            raise InputError(
+                f"entries names a step {shown(name)}; take a name that could be a variable's, such as 'evaluate'"
+            )
+        if not isinstance(entry, Entry):
+            raise InputError(f"entries[{name!r}] must be an autopar.Entry, not {type(entry).__name__}")
+        if entry.loss_fn is not None and entry.loss_fn != INHERITED and not callable(entry.loss_fn):
+            raise InputError(
+                f"entries[{name!r}]: loss_fn must be callable (output, *targets) -> scalar, None, or {INHERITED!r}, not "
+                f"{shown(entry.loss_fn)}"
+            )
+        if entry.options is not None and not isinstance(entry.options, Options):
+            raise InputError(
+                f"entries[{name!r}]: options must be autopar.Options(…), not {type(entry.options).__name__}"
+            )
+    return dict(entries)

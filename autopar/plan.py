@@ -112,6 +112,11 @@ class ParameterPlan:
     narrow: bool = field(default=False, metadata=SPARSE)
     by_microbatch: bool = field(default=False, metadata=SPARSE)
 
+    @property
+    def unassigned(self) -> ParameterPlan:
+        """The plan with the first rank as its owner, where it has one."""
+        return replace(self, storage=self.storage.unassigned, optimizer=self.optimizer.unassigned)
+
 
 @dataclass(frozen=True)
 class StagePlan:

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,11 +19,11 @@ from autopar.capture.export.saved_names import saved_names, saved_state
 from autopar.capture.exported import Captured
 from autopar.cluster import ClusterSpec, resized
 from autopar.cluster.arrangement import arranged
-from autopar.codegen.directory import BucketContents, Contents, write_directory
-from autopar.codegen.in_process import InProcess, load, train
+from autopar.codegen.directory import Contents, EntryContents, FormContents, write_directory
+from autopar.codegen.in_process import InProcess, load
 from autopar.codegen.pipeline import MovingRows, batch_shapes, pipeline_source
 from autopar.codegen.stage import stage_sources
-from autopar.compiled import Alternative, Compiled, Decision, Emitted, Prediction, SolverFacts
+from autopar.compiled import Alternative, Compiled, Decision, Emitted
 from autopar.errors import AutoparError, EmitError, InputError
 from autopar.ir.by_node import ByNode
 from autopar.ir.lowered import LoweredProgram
@@ -40,6 +40,7 @@ from autopar.plan import Plan, check_plan, checked_plan
 from autopar.report import facts, report
 from autopar.report.candidates import ruled_out_stages, worth_measuring
 from autopar.report.predicted_vs_measured import Profile, predicted_vs_measured_text
+from autopar.report.run_result import RunResult
 from autopar.report.words import no_faster
 from autopar.request import Request, as_cluster
 from autopar.runtime.comm.recorder import Recorder, StepRecord
@@ -49,40 +50,11 @@ from autopar.runtime.errors import GuardError
 from autopar.runtime.guards import InputLike
 from autopar.runtime.program.rows import DataShard
 from autopar.runtime.program.shapes import Shapes
-from autopar.runtime.step.session import Session
+from autopar.runtime.step.session import FIRST, Session
 
 T = TypeVar("T")
 Steps = tuple[StepRecord, ...]
 MOST_CANDIDATES = 16
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """Losses per step (training, with what loss_fn gave beside them as outputs) or outputs per batch (inference), the final full
-    state by the program's names, and what was recorded, if that was asked for. saved: the state as the model's own state dict
-    has it."""
-
-    losses: tuple[torch.Tensor, ...]
-    outputs: tuple[Any, ...]
-    state: dict[str, torch.Tensor] = field(repr=False, default_factory=dict)
-    profile: Profile | None = field(repr=False, default=None)
-    saved: dict[str, Any] = field(repr=False, default_factory=dict)
-
-    def _items(self) -> tuple[Any, ...]:
-        return self.losses or self.outputs
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._items())
-
-    def __len__(self) -> int:
-        return len(self._items())
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._items()[index]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Full parameters and buffers after training, with exactly the names that the model's own state dict has."""
-        return self.saved
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,18 +126,18 @@ class ParallelProgram(Compiled):
     def _on_cluster(self, cluster: ClusterSpec) -> ParallelProgram:
         """The same steps on another cluster. Where random numbers are drawn, or microbatches are batches of their own, these
         depend on microbatches and order of the plan, so they stay. Raises InputError, and what `compile` raises."""
-        options, one = self.options, self.of_buckets
-        fixed = options.coupled != "refuse" or any(t.random for b in one for t in b.ir.templates.values())
+        options = self.options
+        fixed = [form.request.options.coupled != "refuse" or form.ir.random for form in self.forms]
         microbatches, order = (
-            (self.plan.microbatches, self.plan.order) if fixed else (options.microbatches, options.order)
+            (self.plan.microbatches, self.plan.order) if any(fixed) else (options.microbatches, options.order)
         )
         try:
             other = self.compile_again(self.request.on_cluster(cluster, microbatches, order))
         except AutoparError as error:
             error.add_note(f"This is of the program for {cluster.size} ranks, {cluster.name}, in save(also=…).")
             raise
-        for ours, theirs in zip(one, other.of_buckets, strict=True):
-            if fixed and (ours.plan.microbatches, ours.plan.order) != (theirs.plan.microbatches, theirs.plan.order):
+        for ours, theirs, same in zip(self.forms, other.forms, fixed, strict=True):
+            if same and (ours.plan.microbatches, ours.plan.order) != (theirs.plan.microbatches, theirs.plan.order):
                 raise InputError(
                     f"save: on {cluster.size} ranks a batch of another shape would be cut into {theirs.plan.microbatches} "
                     f"microbatches, not {ours.plan.microbatches}, and random numbers depend on that; set Options.microbatches"
@@ -194,19 +166,42 @@ class ParallelProgram(Compiled):
             self.request.inputs,
             self.cluster.levels[0].group_size if self.cluster.levels else self.plan.ranks,
             to_data(facts(self)),
-            tuple(BucketContents(b.plan, b.lowered, b.sources, b.pipeline, b.request.inputs) for b in self.buckets),
+            tuple(b._form for b in self.buckets),
             self.request.pad_values,
             self.options.at_run_time(),
             self.cluster.size - self.plan.ranks,
+            {
+                name: EntryContents(e._form, tuple(b._form for b in e.buckets), e.request.pad_values, e.has_loss)
+                for name, e in self.entries.items()
+            },
         )
+
+    @property
+    def _form(self) -> FormContents:
+        """The files of this program alone, of one shape of one step."""
+        return FormContents(self.plan, self.lowered, self.sources, self.pipeline, self.request.inputs)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The model's parameters, buffers and captured constants by table name."""
         tensors = self.captured.exported.constants | model_tensors(self.model)
         own = {name: tensors[name].detach() for name in (*self.ir.parameters, *self.ir.buffers)}
-        for bucket in self.buckets:
-            own = bucket.weights() | own
+        for other in (*self.buckets, *self.entries.values()):
+            own = other.weights() | own
         return own
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether an entry's result has a loss."""
+        return self.request.gives != "step" and self.captured.exported.output_structure[0] is not None
+
+    def entry(self, name: str) -> ParallelProgram:
+        """The program of another step over the same parameters, by itself. Raises InputError where there is none so named."""
+        if name not in self.entries:
+            known = ", ".join(self.entries) or "none"
+            raise InputError(
+                f"this program has no entry {shown(name)}; it has {known}: name it in compile(…, entries=)"
+            )
+        return self.entries[name]
 
     def leaves(self, batch: Any) -> list[torch.Tensor]:
         """Tensor leaves of a batch built like the example inputs, of any bucket. Raises InputError when it is not."""
@@ -215,9 +210,9 @@ class ParallelProgram(Compiled):
     def for_batch(self, batch: Any) -> tuple[ParallelProgram, list[torch.Tensor]]:
         """The program of the batch's bucket alone, and the batch's tensors padded as it takes them. Raises InputError."""
         place, _, padded = self._bucketed(batch)
-        if place or not self.buckets:
+        if place or not (self.buckets or self.entries):
             return self.of_buckets[place], padded
-        return replace(self, buckets=(), request=replace(self.request, buckets=())), padded
+        return replace(self, buckets=(), entries={}, request=replace(self.request, buckets=(), entries={})), padded
 
     def _bucketed(self, batch: Any) -> tuple[int, list[torch.Tensor], list[torch.Tensor]]:
         """The bucket of a batch, its tensors as they are, and padded as the bucket takes them. Raises InputError."""
@@ -246,10 +241,10 @@ class ParallelProgram(Compiled):
     @cached_property
     def in_process(self) -> InProcess:
         """The emitted text as modules of this process."""
-        buckets = tuple(bucket.in_process for bucket in self.buckets)
         return replace(
             load(self.lowered, self.sources, self.pipeline),
-            buckets=buckets,
+            buckets=tuple(bucket.in_process for bucket in self.buckets),
+            entries={name: entry.in_process for name, entry in self.entries.items()},
             pad_values=self.request.pad_values,
             options=self.options.at_run_time(),
         )
@@ -267,7 +262,8 @@ class ParallelProgram(Compiled):
         """Run every rank in this process from the model's weights.
 
         batches: an iterable of global batches (tuples or dicts like the example inputs). Training: `steps` optimizer
-        steps (default: one per batch), batches taken again from the first when they run out; losses come back.
+        steps (default: one per batch), batches taken again from the first when they run out; losses come back, and as outputs
+        what loss_fn gives beside them.
         Inference: one output per batch. profile: record what every rank does when (`beside` shows it).
         """
         if steps is not None and not is_integer(steps, 0, 1 << 53):
@@ -275,19 +271,41 @@ class ParallelProgram(Compiled):
         prepared = [self.leaves(b) for b in _batches(batches)]
         if not prepared:
             raise InputError("run needs at least one batch")
-        count = len(prepared) if steps is None else steps
+        count = len(prepared) if steps is None or not self.training else steps
+        return self._run([(FIRST, prepared[i % len(prepared)]) for i in range(count)], profile)
+
+    @with_cpu_as_default
+    def run_in_turn(self, turns: Iterable[tuple[str, Any]]) -> RunResult:
+        """Run steps of several entries one after another on every rank in this process, from the model's weights.
+
+        turns: (name of an entry, global batch), "" being the program's own step. The result has the losses of the steps that
+        train, and the outputs of the others. Raises InputError.
+        """
+        prepared = [(name, (self.entry(name) if name else self).leaves(batch)) for name, batch in turns]
+        if not prepared:
+            raise InputError("run_in_turn needs at least one turn")
+        return self._run(prepared)
+
+    def _run(self, turns: Sequence[tuple[str, list[torch.Tensor]]], profile: bool = False) -> RunResult:
+        """turns: entries with the tensors of a batch."""
+        names = (*self.ir.parameters, *self.ir.buffers) if self.training else ()
 
         def body(session: Session) -> tuple[list[torch.Tensor], list[Any], dict[str, torch.Tensor], Steps]:
             session.recorder = Recorder(session.comm.device) if profile else None
-            if self.training:
-                losses, outputs = train(session, prepared, count)
-            else:
-                structure = self.captured.exported.output_structure
-                losses, outputs = [], [rebuild(structure, session.forward(list(b))) for b in prepared]
+            losses, outputs = list[torch.Tensor](), list[Any]()
+            for name, leaves in turns:
+                result = session.run_entry(name, list(leaves))
+                if not isinstance(result, torch.Tensor):
+                    outputs.append(rebuild(structures[name], result))
+                    continue
+                losses.append(result.clone())
+                if session.extras is not None:
+                    outputs.append(session.extras)
             done = tuple(session.recorder.steps) if session.recorder else ()
-            names = (*self.ir.parameters, *self.ir.buffers) if self.training else ()
             return losses, outputs, {n: session.gather_full(n) for n in names}, done
 
+        steps = {FIRST: self, **self.entries}
+        structures = {name: one.captured.exported.output_structure for name, one in steps.items()}
         ranks = self.on_ranks(body)
         losses, outputs, state, _ = ranks[0]
         return RunResult(
@@ -309,7 +327,7 @@ class ParallelProgram(Compiled):
             raise InputError(f"with_plan takes an autopar.Plan, such as Plan.load(…), not {type(plan).__name__}")
         plan = checked_plan(plan)
         request = replace(self.request, options=replace(self.options, microbatches=plan.microbatches))
-        if (plan.microbatches, plan.order) != (self.plan.microbatches, self.plan.order) or self.buckets:
+        if (plan.microbatches, plan.order) != (self.plan.microbatches, self.plan.order) or len(self.forms) > 1:
             return self.compile_again(request.replaying(plan))
         return self._under(plan, request, self.captured)
 
@@ -318,7 +336,7 @@ class ParallelProgram(Compiled):
         """The same model under the same plan, for example inputs of another batch size. changed: Options that are others.
         Raises PlanError where the plan does not fit it, CaptureError, InputError."""
         options = replace(self.options, microbatches=self.plan.microbatches, **changed)
-        request = replace(self.request, inputs=inputs, options=options, buckets=())
+        request = replace(self.request, inputs=inputs, options=options, buckets=(), entries={})
         batches = Microbatches(request.capture(), self.rules, request.capture_apart)
         captured = in_order(batches, self.plan.order).captured(self.plan.microbatches)
         return self._under(replace(self.plan, program=captured.program.fingerprint), request, captured)
@@ -374,7 +392,7 @@ def emit(
     check_program(lowered, task.rules)  # before it is accounted for, which trusts its table
     best = replace(best, lowered=lowered, account=best.account or task.account(lowered, best.plan))
     checked = time.perf_counter()
-    decision = _decision(task, best, candidates[1:])
+    decision = Decision.of(task, best, candidates[1:])
     way = by_node(lowered, request.cluster, best.plan.placement)
     moving = MovingRows(task.most_units(best.plan, decision.account), decision.account.busy_s)
     emitted = _printed(lowered, captured.program, type(request.model).__name__, way, moving)
@@ -388,22 +406,3 @@ def _printed(lowered: LoweredProgram, program: Program, name: str, way: ByNode, 
     ranks = sum(lowered.stages[group[0]].mesh.size for group in lowered.graph.groups)
     title = f"The pipeline of {name} on {ranks} ranks."
     return Emitted(lowered, sources, pipeline_source(lowered, program, title, by_node=way, moving=moving), way)
-
-
-def _decision(task: Task, best: PricedPlan, others: Sequence[PricedPlan]) -> Decision:
-    """best: lowered and accounted for."""
-    account = best.account
-    assert account is not None
-    predicted = Prediction(account.step_time_s, account.peak_bytes, account.comm_time_s)
-    precision = task.options.precision or ""
-    alternatives = tuple(
-        Alternative(
-            f"{other.plan.origin} {other.plan.show_meshes()}",
-            replace(other.plan, precision=precision),
-            Prediction(other.step_s, other.solution.memory, 0.0),
-        )
-        for other in others
-    )
-    plan = replace(best.plan, predicted=asdict(predicted), precision=precision)
-    solver = SolverFacts.of(best, task.rules)
-    return Decision(plan, predicted, alternatives, solver, task.setting, task.rules, account)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,13 @@ from autopar.capture.examples.inputs import (
     split_example,
 )
 from autopar.capture.examples.trees import flatten
-from autopar.capture.exported import Captured
+from autopar.capture.exported import Captured, Gives
 from autopar.cluster import ClusterSpec
 from autopar.cluster.device import dtype_name
 from autopar.cluster.here import HERE, cluster_here
-from autopar.errors import InputError, PlanError
+from autopar.errors import AutoparError, InputError, PlanError
 from autopar.ir.memory_levers import PRECISIONS
-from autopar.options import Options
+from autopar.options import Entry, Options, checked_entries
 from autopar.plan import Plan, checked_plan
 from autopar.runtime.gradients.compression import CODECS
 from autopar.runtime.update.update_rule import UpdateRule
@@ -40,7 +41,8 @@ class Request:
     the loss. update: what the optimizer's step does. plan: to be replayed instead of searching for one; microbatches,
     precision and gradient compression of the options are then those of the plan. buckets: example inputs of other shapes,
     none of them larger, that the same parameters are to be trained with. pad_values: what inputs are padded with up to the
-    next of these shapes.
+    next of these shapes. entries: other steps over the same parameters, by name; entry: the name of this one, where it is such a
+    step; gives: what is captured of the model, in eval mode where that is not its own step.
     """
 
     model: nn.Module
@@ -53,6 +55,9 @@ class Request:
     plan: Plan | None = None
     buckets: tuple[Any, ...] = ()
     pad_values: Mapping[str, float] = field(default_factory=dict)
+    entries: Mapping[str, Request] = field(default_factory=dict)
+    entry: str = ""
+    gives: Gives = "step"
 
     @property
     def batch(self) -> int:
@@ -79,20 +84,22 @@ class Request:
         """The step of the whole batch; or of one of so many pieces of it that are batches of their own, the loss divided by
         their number. Raises CaptureError, InputError."""
         options = self.options
-        captured = capture_program(
-            self.model,
-            microbatch(self.inputs, options.batch_dims, pieces),
-            self.loss_fn,
-            self.targets,
-            options.batch_dims,
-            options.stage_boundaries or (),
-            options.precision,
-            pieces,
-            options.guards,
-            options.branches == "as-example",
-            {"expert_imbalance": options.expert_imbalance, "on_overflow": options.on_overflow},
-            bool(self.asked_of_training),
-        )
+        with evaluating(self.model) if self.gives != "step" else nullcontext():
+            captured = capture_program(
+                self.model,
+                microbatch(self.inputs, options.batch_dims, pieces),
+                self.loss_fn,
+                self.targets,
+                options.batch_dims,
+                options.stage_boundaries or (),
+                options.precision,
+                pieces,
+                options.guards,
+                options.branches == "as-example",
+                {"expert_imbalance": options.expert_imbalance, "on_overflow": options.on_overflow},
+                bool(self.asked_of_training),
+                self.gives,
+            )
         no_loss = captured.exported.no_loss
         if no_loss is not None and (asked := self.asked_of_training):
             raise no_loss.error(asked)
@@ -141,6 +148,18 @@ class Request:
         return request
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode; afterwards every module of it is in the mode that it was in."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
 def make_request(
     model: nn.Module,
     cluster: ClusterSpec | str | Path,
@@ -151,6 +170,7 @@ def make_request(
     plan: Plan | str | Path | None = None,
     buckets: Sizes | None = None,
     pad_values: Mapping[str, float] | None = None,
+    entries: Mapping[str, Entry] | None = None,
 ) -> Request:
     """The request that the arguments of `compile` make. Raises InputError, ClusterError, PlanError."""
     if plan is not None and not isinstance(plan, (Plan, str, Path)):
@@ -175,10 +195,46 @@ def make_request(
         buckets=tuple(others),
         pad_values=pad,
     )
+    request = replace(request, entries={n: _entry(request, n, e) for n, e in checked_entries(entries).items()})
     if plan is not None:
         return request.replaying(checked_plan(plan))
     _check(request)
     return request
+
+
+def _entry(program: Request, name: str, entry: Entry) -> Request:
+    """The request for another step over a program's parameters. Raises InputError."""
+    loss_fn = program.loss_fn if isinstance(entry.loss_fn, str) else entry.loss_fn
+    given = program.inputs if entry.example_inputs is None else entry.example_inputs
+    try:
+        inputs, targets = split_example(program.model, given, loss_fn)
+        inputs, *others = [inputs] if entry.buckets is None else bucket_examples(inputs, entry.buckets)
+        return replace(
+            program,
+            inputs=inputs,
+            targets=targets,
+            loss_fn=loss_fn,
+            update=UpdateRule(),
+            options=_evaluating_options(program.options, entry.options),
+            buckets=tuple(others),
+            pad_values=checked_pad_values(entry.pad_values, inputs),
+            entry=name,
+            gives="loss and outputs" if entry.outputs else "loss",
+        )
+    except AutoparError as error:
+        error.add_note(f"This is of entries[{name!r}].")
+        raise
+
+
+def _evaluating_options(options: Options, own: Options | None) -> Options:
+    """An entry's options, its own or those of the program, without what speaks of training."""
+    return replace(
+        own or replace(options, constraints={}, microbatches=None),
+        recompute="auto",
+        compensated_sums=False,
+        gradient_compression=None,
+        coupled="refuse",
+    )
 
 
 def checked_options(options: Options | None) -> Options:

@@ -6,10 +6,12 @@ program.json         facts for `autopar-dump` (mesh, collectives, storage, predi
 manifest.json        what run.py needs to know
 stages/stage_0.py    the code; ranks that are alike share it
 ranks/rank_0.py …    one short file per rank: its coordinates and its stages
+user_factories.py    functions of the user's script that make the optimizer, where there are any
 autopar_runtime/     of the small runtime, torch only, the modules that the program needs
 run.py               torchrun entry; launch.sh, slurm.sh and kubernetes.yaml start it on machines
 weights/             the model's weights (torch.distributed.checkpoint); where they are on meta, what no state dict holds
 buckets/1/ …         plan.json, pipeline.py and stages for batches of other shapes, where there are any
+entries/NAME/ …      the same for other steps over the parameters, with buckets of their own
 candidates/1/ …      the program under other plans, each a directory like this one without weights, for autopar-tune
 tuned.json           which of them it found to be the fastest; run.py runs that one
 worlds/2/ …          the program for other numbers of ranks, likewise; run.py runs that of the number it finds
@@ -17,7 +19,6 @@ worlds/2/ …          the program for other numbers of ranks, likewise; run.py 
 
 from __future__ import annotations
 
-import functools
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 
 from autopar.capture.examples.trees import flatten
+from autopar.codegen.factories import factories_source, named_rule
 from autopar.codegen.owned_files import FACTS, WEIGHTS, digest, facts_text, settle, to_replace
 from autopar.codegen.stage import render
 from autopar.codegen.travelling import runtime_files
@@ -37,13 +39,13 @@ from autopar.errors import EmitError
 from autopar.ir.lowered import LoweredProgram
 from autopar.plan import Plan
 from autopar.runtime.data.fields import from_data, to_data
-from autopar.runtime.data.schema import SchemaError, is_identifier
+from autopar.runtime.data.schema import SchemaError
 from autopar.runtime.data.whole_files import begin, commit, give_up, partial
 from autopar.runtime.errors import CheckpointError
 from autopar.runtime.program.batches import BatchInput
-from autopar.runtime.program.factories import NamedFactory, NamedRule, factory_modules
+from autopar.runtime.program.factories import USER_FACTORIES, factory_modules
 from autopar.runtime.program.machines import Machines
-from autopar.runtime.program.manifest import TUNED, WORLDS, BucketFiles, Manifest, world_folder
+from autopar.runtime.program.manifest import TUNED, WORLDS, BucketFiles, EntryFiles, Manifest, world_folder
 from autopar.runtime.program.run_options import DEFAULTS, RunOptions
 from autopar.runtime.update.update_rule import UpdateRule
 
@@ -53,8 +55,8 @@ LAUNCHERS = ("run.py", "launch.sh", "slurm.sh", "kubernetes.yaml")
 
 
 @dataclass(frozen=True, eq=False)
-class BucketContents:
-    """The part of a program's directory that serves batches of another shape."""
+class FormContents:
+    """The part of a program's directory that serves another step, or batches of another shape."""
 
     plan: Plan
     lowered: LoweredProgram
@@ -64,12 +66,22 @@ class BucketContents:
 
 
 @dataclass(frozen=True, eq=False)
+class EntryContents:
+    """The part that serves another step. buckets: batches of other shapes of it; has_loss: whether its outputs begin with one."""
+
+    form: FormContents
+    buckets: tuple[FormContents, ...]
+    pad_values: Mapping[str, float]
+    has_loss: bool
+
+
+@dataclass(frozen=True, eq=False)
 class Contents:
     """A directory's contents. sources: of the stages; pipeline: text of pipeline.py. update: None for inference. weights: by
     table name, on the meta device where there are none; state_names: what the same are called in the model's own state
     dict. inputs: a global batch. ranks_per_node: of the cluster. facts: of program.json. buckets: batches of other shapes,
     and pad_values what inputs are padded with up to them. options: those that reach run time. idle: ranks that the plan leaves
-    idle."""
+    idle. entries: other steps."""
 
     plan: Plan
     lowered: LoweredProgram
@@ -82,10 +94,21 @@ class Contents:
     inputs: Any
     ranks_per_node: int
     facts: Mapping[str, Any]
-    buckets: tuple[BucketContents, ...] = ()
+    buckets: tuple[FormContents, ...] = ()
     pad_values: Mapping[str, float] = field(default_factory=dict)
     options: RunOptions = DEFAULTS
     idle: int = 0
+    entries: Mapping[str, EntryContents] = field(default_factory=dict)
+
+    @property
+    def forms(self) -> dict[str, FormContents]:
+        """Every other step and shape, by its folder."""
+        forms = {bucket_folder(i): bucket for i, bucket in enumerate(self.buckets)}
+        for name, entry in self.entries.items():
+            folder = entry_folder(name)
+            forms[folder] = entry.form
+            forms |= {f"{folder}/{bucket_folder(i)}": bucket for i, bucket in enumerate(entry.buckets)}
+        return forms
 
     @property
     def started(self) -> int:
@@ -173,11 +196,18 @@ def _program(contents: Contents, worlds: Sequence[int] = ()) -> _Program:
         machines=from_data(Machines, contents.facts["machines"]),
         worlds=tuple(sorted(worlds)),
         idle=contents.idle,
-        buckets=tuple(
-            BucketFiles(f"{bucket_folder(i)}/pipeline.py", _inputs(bucket.inputs))
-            for i, bucket in enumerate(contents.buckets)
-        ),
+        buckets=_buckets(contents.buckets),
         pad_values=contents.pad_values,
+        entries={
+            name: EntryFiles(
+                f"{entry_folder(name)}/pipeline.py",
+                _inputs(entry.form.inputs),
+                entry.has_loss,
+                _buckets(entry.buckets, f"{entry_folder(name)}/"),
+                entry.pad_values,
+            )
+            for name, entry in contents.entries.items()
+        },
     )
     text = json.dumps(to_data(manifest), indent=1, allow_nan=False) + "\n"
     texts = {**_texts(contents, worlds), "manifest.json": text}
@@ -203,17 +233,20 @@ def _texts(contents: Contents, worlds: Sequence[int]) -> dict[str, str]:
     lowered, ranks = contents.lowered, contents.started
     texts = {"plan.json": contents.plan.to_json(), "pipeline.py": contents.pipeline}
     texts |= {f"stages/stage_{i}.py": source for i, source in enumerate(contents.sources)}
-    for i, bucket in enumerate(contents.buckets):
-        folder = bucket_folder(i)
-        texts |= {f"{folder}/plan.json": bucket.plan.to_json(), f"{folder}/pipeline.py": bucket.pipeline}
-        texts |= {f"{folder}/stages/stage_{k}.py": source for k, source in enumerate(bucket.sources)}
+    for folder, form in contents.forms.items():
+        texts |= {f"{folder}/plan.json": form.plan.to_json(), f"{folder}/pipeline.py": form.pipeline}
+        texts |= {f"{folder}/stages/stage_{k}.py": source for k, source in enumerate(form.sources)}
     for rank, place in _places(lowered):
         if rank < MOST_RANK_FILES:
             texts[f"ranks/rank_{rank}.py"] = render("rank.py.j2", rank=rank, **place)
-    names = sorted({name for one in (lowered, *(b.lowered for b in contents.buckets)) for name in used_ops(one)})
+    names = sorted(
+        {name for one in (lowered, *(form.lowered for form in contents.forms.values())) for name in used_ops(one)}
+    )
     if names:
         texts["user_ops.py"] = user_ops_source(names)
     per_node, gpus = min(contents.ranks_per_node, ranks), contents.facts["machines"]["gpu"]
+    if factories := factories_source(contents.update):
+        texts[f"{USER_FACTORIES}.py"] = factories
     modules = factory_modules(contents.update) if contents.update is not None else []
     sizes = (ranks, *worlds)
     least, nodes, most = (max(size // per_node, 1) for size in (min(sizes), ranks, max(sizes)))
@@ -232,6 +265,18 @@ def bucket_folder(place: int) -> str:
     return f"buckets/{place + 1}"
 
 
+def entry_folder(name: str) -> str:
+    """The folder of the files of another step."""
+    return f"entries/{name}"
+
+
+def _buckets(buckets: Sequence[FormContents], folder: str = "") -> tuple[BucketFiles, ...]:
+    """The rows of a manifest for other shapes. folder: of the step whose they are."""
+    return tuple(
+        BucketFiles(f"{folder}{bucket_folder(i)}/pipeline.py", _inputs(one.inputs)) for i, one in enumerate(buckets)
+    )
+
+
 def _places(lowered: LoweredProgram) -> Iterator[tuple[int, dict[str, Any]]]:
     """Every rank with its group, stages and mesh coordinates (per stage where there are several)."""
     for group, stages in enumerate(lowered.graph.groups):
@@ -246,45 +291,6 @@ def _places(lowered: LoweredProgram) -> Iterator[tuple[int, dict[str, Any]]]:
                     "coordinates": coordinates[0] if len(coordinates) == 1 else coordinates,
                 },
             )
-
-
-def named_rule(rule: UpdateRule | None) -> NamedRule | None:
-    """An update rule as a manifest has it. Raises EmitError when a factory has no importable name."""
-    if rule is None or rule == UpdateRule():
-        return None
-    return NamedRule(
-        named_factory(rule.optimizer, "optimizer", "torch.optim.AdamW, lr=…"),
-        named_factory(rule.scheduler, "scheduler", "torch.optim.lr_scheduler.StepLR, step_size=…"),
-        rule.clip_norm,
-        rule.clip_value,
-        rule.loss_scaling,
-        rule.compensated,
-    )
-
-
-def named_factory(factory: Any, what: str, example: str) -> NamedFactory | None:
-    """Module, name and keyword arguments of a class or a function. Raises EmitError when it has no importable name."""
-    if factory is None:
-        return None
-    kwargs: dict[str, Any] = {}
-    while isinstance(factory, functools.partial):
-        if factory.args:
-            raise EmitError(f"the {what} factory has positional arguments; give them by keyword in functools.partial")
-        kwargs = {**factory.keywords, **kwargs}
-        factory = factory.func
-    name, module = getattr(factory, "__qualname__", ""), getattr(factory, "__module__", None)
-    if not is_identifier(name) or module in (None, "__main__"):
-        raise EmitError(
-            f"the {what} factory {name or factory} cannot be written to a program; use functools.partial({example}), or a "
-            "class or function of a module that can be imported where the program runs"
-        )
-    try:
-        json.dumps(kwargs, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise EmitError(
-            f"an argument of the {what} cannot be written to a program ({error}); use plain numbers"
-        ) from error
-    return NamedFactory(str(module), name, kwargs)
 
 
 def _write_weights(weights: Mapping[str, torch.Tensor], directory: Path) -> dict[str, str]:

@@ -21,6 +21,7 @@ from autopar.runtime.comm.threads import run_threads
 from autopar.runtime.program.rows import DataShard, data_shards
 from autopar.runtime.program.run_options import DEFAULTS, RunOptions
 from autopar.runtime.program.tables import Pipeline, world_mesh
+from autopar.runtime.step.entries import EntryModules
 from autopar.runtime.step.session import Session
 from autopar.runtime.update.update_rule import UpdateRule
 
@@ -30,11 +31,12 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class InProcess:
     """An emitted program as modules of this process: pipeline.py and every stage. buckets: the same for batches of other
-    shapes; pad_values: of inputs, by name; options: those that reach run time."""
+    shapes; entries: of other steps; pad_values: of inputs, by name; options: those that reach run time."""
 
     pipeline: types.ModuleType
     stages: tuple[types.ModuleType, ...]
     buckets: tuple[InProcess, ...] = ()
+    entries: Mapping[str, InProcess] = field(default_factory=dict)
     pad_values: Mapping[str, float] = field(default_factory=dict)
     options: RunOptions = DEFAULTS
 
@@ -63,7 +65,6 @@ class InProcess:
 
     def session(self, comm: Comm, update: UpdateRule | None, seed: int, dtype: torch.dtype | None = None) -> Session:
         """A session of one rank, without weights."""
-        buckets = [(bucket.pipeline, bucket.stages) for bucket in self.buckets]
         return Session(
             self.pipeline,
             self.stages,
@@ -71,10 +72,16 @@ class InProcess:
             update,
             seed,
             dtype=dtype,
-            buckets=buckets,
+            buckets=self._forms[1:],
             pad=self.pad_values,
+            entries={name: EntryModules(entry._forms, entry.pad_values) for name, entry in self.entries.items()},
             options=self.options,
         )
+
+    @property
+    def _forms(self) -> list[tuple[types.ModuleType, tuple[types.ModuleType, ...]]]:
+        """Pipeline and stages of every shape."""
+        return [(one.pipeline, one.stages) for one in (self, *self.buckets)]
 
     def run_bare(self, rank: Callable[[Comm], T]) -> list[T]:
         """The results of `rank` on every rank, in rank order; each runs as a thread."""

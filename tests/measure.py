@@ -64,6 +64,25 @@ def measure_in_turn(program: ParallelProgram, batches: Sequence[Any]) -> tuple[t
     return tuple(zip(*_counted(program, body), strict=True))
 
 
+def measure_turns(program: ParallelProgram, turns: Sequence[tuple[str, Any]]) -> tuple[tuple[float, ...], ...]:
+    """The most bytes alive on every rank during each of these steps, (entry, global batch) in turn; counted the second time
+    round."""
+    prepared = [(name, (program.entry(name) if name else program).leaves(batch)) for name, batch in turns]
+
+    def body(session: Session, counter: ByteCounter) -> list[float]:
+        peaks: list[float] = []
+        for i, (name, batch) in enumerate([*prepared, *prepared]):
+            counter.restart()
+            if name:
+                session.forward(batch, local=True, entry=name)
+            else:
+                session.train_step(batch)
+            peaks += [float(counter.peak)] if i >= len(prepared) else []
+        return peaks
+
+    return tuple(zip(*_counted(program, body), strict=True))
+
+
 def train_within(
     program: ParallelProgram, batches: Sequence[Any], limit_bytes: float
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -21,7 +21,7 @@ FOLDERS = ("autopar", "passes", "costmodel", "codegen", "tests", "benchmarks", "
 PATH = re.compile(rf"`(?:python (?:-m pytest )?)?((?:{'|'.join(FOLDERS)})/[\w./-]*)")
 MODULE = re.compile(rf"python -m ((?:{'|'.join(FOLDERS)})\.[\w.]+)")
 BARE_NAME = re.compile(r"`(\w+\.py)`")
-EMITTED = ("run.py", "pipeline.py")
+EMITTED = ("run.py", "pipeline.py", "user_factories.py")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 MOST_LINES_OF_MAP = 250

@@ -115,6 +115,18 @@ def test_a_loss_that_is_none(loss_fn: Any, says: str) -> None:
     assert says in message(InputError, lambda: build(loss_fn=loss_fn))
 
 
+def test_a_factory_that_no_program_could_be_saved_with_is_told_at_once() -> None:
+    held = torch.ones(1)
+    with pytest.warns(UserWarning, match=r"cannot be saved: the optimizer factory .* uses held, which is a Tensor"):
+        autopar.compile(
+            nn.Linear(4, 1),
+            autopar.ClusterSpec.local(1),
+            (torch.randn(4, 4), torch.randn(4, 1)),
+            loss_fn=nn.functional.mse_loss,
+            optimizer=lambda params: torch.optim.SGD(params, lr=held.item()),
+        )
+
+
 def test_an_optimizer_instance_instead_of_a_factory() -> None:
     model = mlp()
     text = message(InputError, lambda: build(model, optimizer=torch.optim.AdamW(model.parameters())))

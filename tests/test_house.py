@@ -49,7 +49,7 @@ ORDER = """
     compiled
     report
     program
-    bucketed
+    forms
     proof
     api
     script

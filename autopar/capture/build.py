@@ -21,7 +21,7 @@ from autopar.capture.examples.inputs import batch_dim
 from autopar.capture.export.export import export_step
 from autopar.capture.export.fake import fake_mode
 from autopar.capture.export.faster_export import lean
-from autopar.capture.exported import Captured, Exported
+from autopar.capture.exported import Captured, Exported, Gives
 from autopar.capture.graph.channels_last import keep_channels_last
 from autopar.capture.graph.head_losses import join_head_losses
 from autopar.capture.graph.index_guards import guard_indices, without_guards
@@ -50,18 +50,19 @@ def capture_program(
     as_example: bool = False,
     told: Mapping[str, Any] = MappingProxyType({}),
     to_train: bool = False,
+    gives: Gives = "step",
 ) -> Captured:
     """Capture, fold and differentiate. starts: modules at which a call must start. precision, guards: see Options. pieces:
     what the loss is divided by. as_example: branches on data go the example's way. told: Options by name, for ops that have
     them as arguments. to_train: something is asked for that means nothing in inference, so that a scalar among other outputs may
-    be the loss.
+    be the loss. gives: what the capture is of.
 
     Raises CaptureError, InputError.
     """
     mode = fake_mode()
     with lean():
         whole, conditions = with_conditions(
-            export_step(model, inputs, loss_fn, targets, mode, pieces, as_example, guards, to_train)
+            export_step(model, inputs, loss_fn, targets, mode, pieces, as_example, guards, to_train, gives)
         )
         keep_channels_last(whole, model)
         exported = tidied(whole)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx
@@ -13,13 +13,18 @@ from autopar.capture.before.conditional_gradients import Sometimes
 from autopar.capture.while_traced.scalar_outputs import NoLoss
 from autopar.ir.program import Program
 
+Gives = Literal["step", "loss", "loss and outputs"]
+"""Captures are of one of these: the model's own step (the loss that it is trained on, or in inference its outputs); or, with
+nothing differentiated, the loss alone, or the pair of loss and outputs, None where the model has no loss."""
+
 
 @dataclass(frozen=True, eq=False)
 class Exported:
     """`kinds[placeholder]` = ("param" | "buffer" | "constant" | "input", name or index). known_blocks: modules that were
     traced by another forward than their own, in words; sometimes: which of their tensors have a gradient in some steps only, by
     the modules' numbers. no_loss: what the model returned, where it is for inference. extras: of outputs after the loss, which
-    loss_fn gave beside it; output_structure is then theirs."""
+    loss_fn gave beside it; output_structure is then theirs. loss_path: where the loss was found among other outputs, such as
+    `out[1]`."""
 
     graph: fx.Graph
     kinds: dict[str, tuple[str, Any]]
@@ -37,6 +42,7 @@ class Exported:
     sometimes: Mapping[int, Sometimes] = field(default_factory=dict)
     no_loss: NoLoss | None = None
     extras: int = 0
+    loss_path: str = ""
 
 
 class Captured(NamedTuple):

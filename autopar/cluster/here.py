@@ -18,7 +18,7 @@ import torch
 
 from autopar.cluster.device import DeviceSpec, device_preset, preset_key
 from autopar.cluster.spec import ClusterSpec
-from autopar.runtime.comm.backends import backend_named, backend_of, present_backend
+from autopar.runtime.comm.backends import backend_named, backend_of, present_backend, usual_backend
 from autopar.runtime.comm.environment import machine_name, started
 from autopar.runtime.data.fields import Bytes
 from autopar.runtime.data.schema import text
@@ -47,7 +47,7 @@ def place_here(backend: str | None = None) -> Place:
     """The place of this process. backend: what it is to compute with ("gloo": processors), where that is not the usual one.
     Raises LaunchError, RuntimeProgramError."""
     own = started()
-    row = present_backend() if backend is None else backend_named(backend)
+    row = usual_backend(own.local_ranks) if backend is None else backend_named(backend)
     if row.is_host:
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / own.local_ranks
         return Place(machine_name(), row.preset, memory_bytes // _GIB * _GIB or memory_bytes)

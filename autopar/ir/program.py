@@ -184,7 +184,8 @@ class Program:
     the loss when `training`; so many `extras` after it are what the step gives beside it, which have no gradient, and further
     ones are counts of what rows chose. structure: how outputs are nested, when `training` the extras. guards: what the batch
     inputs of a whole one must hold. conditions: of parameters that have a gradient only in steps in which rows chose what they
-    belong to (experts)."""
+    belong to (experts). homes: the stages in which another program's plan has parameters and buffers, whether or not this one
+    uses them there."""
 
     templates: dict[str, Template]
     calls: tuple[Call, ...]
@@ -198,6 +199,7 @@ class Program:
     fingerprint: str = ""
     guards: tuple[InputRange, ...] = ()
     conditions: Mapping[str, Conditions] = field(default_factory=dict)
+    homes: Mapping[str, frozenset[int]] = field(default_factory=dict, repr=False)
     structure: Any = field(default=None, repr=False)
     extras: int = 0
     microbatched: Microbatched | None = None
@@ -240,6 +242,11 @@ class Program:
             return self.buffers[ref.name].type
         template = self.template_of(self.calls[ref.index])
         return template.type_of(template.outputs[ref.output])
+
+    @cached_property
+    def random(self) -> bool:
+        """Whether it draws random numbers."""
+        return any(template.random for template in self.templates.values())
 
     @cached_property
     def multiplicity(self) -> dict[str, int]:

@@ -81,9 +81,13 @@ class ParameterOnRank(Generic[Bytes]):
             yield RestingBytes("optimizer", "parameters", self.copied)
 
 
-def on_rank(p: StoredParameter, mesh: Mesh, rank: int | None = None) -> ParameterOnRank[float]:
-    """A parameter as one rank of a stage holds it. rank: of the mesh (None: on average, where one rank has it whole)."""
-    held = planned(p.type, p.storage, p.optimizer, mesh, p.contributions > 0, (p.name,) if p.owned else (), rank)
+def on_rank(
+    p: StoredParameter, mesh: Mesh, kept: Collection[str] = (), rank: int | None = None
+) -> ParameterOnRank[float]:
+    """A parameter as one rank of a stage holds it. kept: of `Setting`; rank: of the mesh (None: on average, where one rank has it
+    whole)."""
+    names = (p.name,) if p.owned else ()
+    held = planned(p.type, p.storage, p.optimizer, mesh, p.contributions > 0, names, p.name in kept, rank)
     return replace(held, narrow=p.stored_bytes(mesh, p.narrow)) if p.narrow is not None else held
 
 
@@ -94,15 +98,16 @@ def planned(
     mesh: Mesh,
     trained: bool,
     names: tuple[str, ...],
+    kept: bool = False,
     rank: int | None = None,
 ) -> ParameterOnRank[float]:
-    """A parameter as one rank holds it under two specs. names: as of `ParameterOnRank`, where it is trained; rank: as of
-    `on_rank`."""
+    """A parameter as one rank holds it under two specs. names: as of `ParameterOnRank`, where it is trained, by this step or
+    (kept) by another one; rank: as of `on_rank`."""
     stored, updated = (spec.local_bytes(type_, mesh) * held_share(spec, mesh, rank) for spec in (storage, optimizer))
-    if not trained:
+    if not (trained or kept):
         return ParameterOnRank(type_, stored, updated)
     return ParameterOnRank(
-        type_, stored, updated, True, names, updated if is_apart(type_, storage, optimizer, mesh) else None
+        type_, stored, updated, trained, names, updated if is_apart(type_, storage, optimizer, mesh) else None
     )
 
 
@@ -148,8 +153,8 @@ def of_program(program: Program, setting: Setting) -> Iterator[RestingBytes[floa
     """All that rests for a program's parameters, each once and whole: no plan has less on all its ranks together."""
     trained = set(program.trained) if program.training else set()
     for name, p in program.parameters.items():
-        nbytes, names = float(p.type.nbytes), (name,) if name in trained else ()
-        yield from ParameterOnRank(p.type, nbytes, nbytes, bool(names), names).rows(setting)
+        nbytes, names = float(p.type.nbytes), (name,) if name in trained or name in setting.kept else ()
+        yield from ParameterOnRank(p.type, nbytes, nbytes, name in trained, names).rows(setting)
 
 
 def resting(stage: LoweredStage, setting: Setting) -> dict[str, dict[str, float]]:
@@ -158,7 +163,7 @@ def resting(stage: LoweredStage, setting: Setting) -> dict[str, dict[str, float]
     tiers = {"": dict.fromkeys(("parameters", "gradients", "optimizer"), 0.0)}
     rank = busiest_rank(stage.parameters.values(), stage.mesh)
     for p in stage.parameters.values():
-        for row in on_rank(p, stage.mesh, rank).rows(setting):
+        for row in on_rank(p, stage.mesh, setting.kept, rank).rows(setting):
             if row.kind != "gradients":
                 kinds = tiers.setdefault(p.tiers[row.moves], {})
                 kinds[row.kind] = kinds.get(row.kind, 0.0) + row.nbytes

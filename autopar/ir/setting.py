@@ -85,7 +85,8 @@ class Setting:
     no memory of the device. compensated: gradients of microbatches are summed with what rounding loses. compression: how
     gradients travel while they are reduced (`runtime.gradients.compression.CODECS`; "": as they are). changes_gradients:
     they are written to before the optimizer sees them, those that others may hold in a copy. by_microbatch: gradients are
-    reduced after every microbatch, so that shards rest in between.
+    reduced after every microbatch, so that shards rest in between. kept: parameters that other steps train, so that their
+    optimizer's state rests here too.
     """
 
     microbatches: int = 1
@@ -96,3 +97,4 @@ class Setting:
     compression: str = ""
     changes_gradients: bool = False
     by_microbatch: bool = False
+    kept: frozenset[str] = frozenset()

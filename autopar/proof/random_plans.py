@@ -69,7 +69,7 @@ def random_plan(
     for part, span, group in zip(cut(ir, ranges), ranges, order, strict=True):
         mesh = random_mesh(sizes[group], rng)
         mesh = Mesh(mesh.axes, sum(sizes[:group]))
-        if uneven.random() < UNEVEN and not program.buckets:
+        if uneven.random() < UNEVEN and len(program.forms) == 1:
             mesh = with_shares(mesh, part, uneven)
         problem = Problem(part, Pricer(program.cluster, mesh), program.rules, program.setting)
         stage = stage_plan(problem, random_choice(problem.graph, rng, in_runs), span)

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from autopar.capture.examples.trees import flatten
-from autopar.capture.export.export import loss_and_extras, split_inputs
+from autopar.capture.export.export import split_inputs
 from autopar.capture.known.promoted import cast
+from autopar.capture.while_traced.scalar_outputs import loss_and_extras
 from autopar.program import ParallelProgram
 from autopar.proof.casts import cast_model, map_tensors, promoted
 from autopar.proof.compare import Values, nudged
@@ -32,12 +33,17 @@ def eager_values(
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.copy_(nudged(parameter, dtype, nudge))
-    reference.train(model.training)
+    evaluates = program.request.gives != "step"
+    reference.train(model.training and not evaluates)
     loss_fn = program.request.loss_fn
     loss_fn = cast_model(loss_fn, dtype) if isinstance(loss_fn, nn.Module) else loss_fn
     inputs = map_tensors(batch, lambda t: cast(t, dtype))
     if not program.training:
         with promoted(dtype, model), torch.no_grad():
+            if evaluates:
+                return {
+                    f"output/{i}": t for i, t in enumerate(flatten(_evaluated(program, reference, inputs, loss_fn))[0])
+                }
             return {f"output/{i}": t for i, t in enumerate(flatten(run_model(reference, inputs))[0])}
     values: dict[str, torch.Tensor] = {}
     named = dict(reference.named_parameters())
@@ -69,6 +75,15 @@ def eager_values(
 def _apart(program: ParallelProgram) -> bool:
     """Whether each microbatch is a batch of its own."""
     return program.ir.microbatched is not None and program.ir.microbatched.separate
+
+
+def _evaluated(program: ParallelProgram, model: nn.Module, inputs: Any, loss_fn: Any) -> tuple[Any, Any]:
+    """The loss, or None, and what the model returns, where that is asked for."""
+    args, kwargs, wanted = split_inputs(inputs, program.request.targets, model)
+    out = model(*args, **kwargs)
+    loss, extras = loss_and_extras(out, loss_fn, wanted, to_train=False)
+    outputs = out if extras is None else extras
+    return None if loss is None else loss.reshape(()), None if program.request.gives == "loss" else outputs
 
 
 def run_model(model: nn.Module, inputs: Any) -> Any:

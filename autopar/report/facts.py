@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 
@@ -67,16 +68,20 @@ def facts(program: Compiled) -> ProgramFacts:
         by_node=program.emitted.by_node.axes,
         shared=program.lowered.shared,
         stages=tuple(_stage(stage, program) for stage in program.stages),
-        buckets=[
-            {
-                "inputs": shapes_text(one.request.inputs),
-                "plan": one.plan.show_meshes(),
-                "step_time_s": one.decision.predicted.step_time_s,
-                "peak_bytes": one.decision.predicted.peak_bytes,
-            }
-            for one in (program.of_buckets if program.buckets else ())
-        ],
+        buckets=list(map(_form, program.of_buckets if program.buckets else ())),
+        entries={name: list(map(_form, entry.of_buckets)) for name, entry in program.entries.items()},
     )
+
+
+def _form(program: Compiled) -> dict[str, Any]:
+    """A step for batches of one shape, in short."""
+    predicted = program.decision.predicted
+    return {
+        "inputs": shapes_text(program.request.inputs),
+        "plan": program.plan.show_meshes(),
+        "step_time_s": predicted.step_time_s,
+        "peak_bytes": predicted.peak_bytes,
+    }
 
 
 def _schedule(program: Compiled) -> ScheduleFacts:

@@ -165,6 +165,7 @@ class ProgramFacts:
     shared: Mapping[str, Annotated[tuple[Stage, ...], Length(1)]]
     stages: Annotated[tuple[StageFacts, ...], Length(1, 1 << 16)]
     buckets: Any
+    entries: Any = None
 
     def as_read(self, path: str) -> ProgramFacts:
         """The facts as a file has them. Raises SchemaError for parts that do not go together."""

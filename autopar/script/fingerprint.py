@@ -37,7 +37,7 @@ from autopar.ir.schedules import SCHEDULES
 from autopar.ops.custom import USER_FUNCTIONS
 from autopar.ops.registry import OPS
 from autopar.request import Request
-from autopar.runtime.data.origin import module_of, name_of, package_of
+from autopar.runtime.data.origin import codes_of, module_of, name_of, package_of
 
 OWN = "autopar"
 _UNSEEN = ("_abc_impl",)
@@ -95,7 +95,8 @@ def _sources(folder: Path, root: Path) -> Iterator[Path]:
 
 def _by_shape(request: Request) -> set[int]:
     """The tensors of the model that a state dict has, and those of example inputs, by id."""
-    tensors = [leaf for batch in (request.inputs, *request.buckets) for leaf in flatten(batch)[0]]
+    steps = (request, *request.entries.values())
+    tensors = [leaf for one in steps for batch in (one.inputs, *one.buckets) for leaf in flatten(batch)[0]]
     for layer in request.model.modules():
         tensors += layer.parameters(recurse=False)
         tensors += [
@@ -286,7 +287,7 @@ class _Reader:
         if known is not None:
             closed = [self._of(cell.cell_contents, path) for cell in function.__closure__ or () if _filled(cell)]
             return _hash("function", name_of(function), known, *closed)
-        names = {name for code in _codes(function.__code__) for name in code.co_names}
+        names = {name for code in codes_of(function.__code__) for name in code.co_names}
         said = ["function", self._code(function.__code__, path)]
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         said += [self._of(cell.cell_contents, f"{path}.{name}") for name, cell in cells if _filled(cell)]
@@ -359,18 +360,10 @@ def _text(path: Path) -> str:
         return "unknown"
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Code and all that is inside it."""
-    yield code
-    for one in code.co_consts:
-        if isinstance(one, types.CodeType):
-            yield from _codes(one)
-
-
 def _imports(function: types.FunctionType) -> list[types.ModuleType]:
     """The modules that a function's code imports when it runs, as far as they can be imported."""
     package, found = function.__globals__.get("__package__") or "", []
-    for code in _codes(function.__code__):
+    for code in codes_of(function.__code__):
         before: list[Any] = [None, None]
         for step in dis.get_instructions(code):
             if step.opname == "IMPORT_NAME":

@@ -10,7 +10,9 @@ its first weights and the script's own functions as its optimizer, and gets a `S
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +27,10 @@ from autopar.capture.examples.inputs import LossFunction
 from autopar.cluster import ClusterSpec
 from autopar.cluster.here import HERE
 from autopar.errors import InputError
-from autopar.options import Options, with_suggestions
+from autopar.options import Entry, Options, with_suggestions
 from autopar.plan import Plan
 from autopar.program import model_tensors
-from autopar.request import as_cluster
+from autopar.request import as_cluster, checked_options
 from autopar.runtime.data.schema import integer, listed
 from autopar.runtime.errors import RuntimeProgramError
 from autopar.runtime.program.manifest import Manifest
@@ -57,8 +59,10 @@ def parallelize(
     plan: Plan | str | Path | None = None,
     buckets: Sizes | None = None,
     pad_values: Mapping[str, float] | None = None,
+    entries: Mapping[str, Entry] | None = None,
     weights: str | Path | None = None,
     backend: str | None = None,
+    rows: str = "global",
     timeout_s: float = 600.0,
     compile_timeout_s: float = 3600.0,
 ) -> Step:
@@ -67,7 +71,8 @@ def parallelize(
     Arguments are those of `autopar.compile`; factories may be lambdas. cluster: "here", or a description of as many devices as
     there are ranks. The model's weights are the first ones: those of rank 0, where ranks made others. weights: a checkpoint or a
     directory of safetensors instead, which a model on the meta device needs. backend: "nccl" or "gloo", where the usual one is
-    not meant. timeout_s: that ranks wait for each other, compile_timeout_s: for the one that compiles.
+    not meant. rows: "local", where each rank is given its own rows of every batch alone (`step.shard`). timeout_s: that ranks
+    wait for each other, compile_timeout_s: for the one that compiles.
 
     Raises what `compile` raises, on every rank; InputError where ranks and cluster do not go together; RankError where ranks ask
     for different programs; LaunchError, CollectiveTimeout.
@@ -90,10 +95,11 @@ def parallelize(
         clip_grad_norm=clip_grad_norm,
         clip_grad_value=clip_grad_value,
         loss_scaling=loss_scaling,
-        options=replace(options or Options(), idle_ranks=False),
+        options=replace(checked_options(options), idle_ranks=False),
         plan=plan,
         buckets=buckets,
         pad_values=pad_values,
+        entries=entries,
     )
     on_meta = [name for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor) and tensor.is_meta]
     if on_meta and weights is None:
@@ -101,7 +107,8 @@ def parallelize(
             f"the model is on the meta device ({on_meta[0]}), which holds no weights; give weights=, a checkpoint or a directory "
             "of safetensors"
         )
-    directory = program_directory(request, fingerprint(request), ranks, compile_timeout_s)
+    with _same_random_numbers():
+        directory = program_directory(request, fingerprint(request), ranks, compile_timeout_s)
     manifest = Manifest.read(directory)
     if manifest.idle:
         raise InputError(
@@ -110,10 +117,21 @@ def parallelize(
         )
     if ranks.met is not None:
         leave_group_at_end()
-    program = load(manifest, backend, weights=weights, timeout_s=timeout_s, met=ranks.met, update=request.update)
+    program = load(
+        manifest, backend, weights=weights, rows=rows, timeout_s=timeout_s, met=ranks.met, update=request.update
+    )
     if weights is None:
         _take_weights(program, model)
     return Step(program, model, directory)
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """A context that leaves the script's random numbers alone: they are to be the same on ranks that compile and on others."""
+    before = random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        yield
+    random.setstate(before)
 
 
 def _take_weights(program: LoadedProgram, model: nn.Module) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from autopar.runtime.data.state_names import of_model
 from autopar.runtime.errors import CheckpointError, RuntimeProgramError
-from autopar.runtime.run.loaded import LoadedProgram, given
+from autopar.runtime.program.rows import DataShard
+from autopar.runtime.run.loaded import LoadedEntry, LoadedProgram
 
 
 class Step:
@@ -33,22 +34,42 @@ class Step:
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """One optimizer step on a global batch, `step(x, y)`, `step((x, y))`, `step(input_ids=…)` or `step({…})`, the same on
-        every rank; its loss, a scalar that is part of no graph, or (loss, extras) where loss_fn returns extras. A program without
+        every rank; its loss, a scalar that is part of no graph, or (loss, extras) where loss_fn returns some. A program without
         loss gives its output instead.
 
         Raises GuardError for a batch of another shape, RankError where ranks do not do the same, RuntimeProgramError.
         """
-        if not self._session.training:
-            return self._program(*batch, **named)
+        return self._take(batch, named, self._program.own_rows)
+
+    def local(self, *batch: Any, **named: Any) -> Any:
+        """The same on a batch of which this rank has its own rows alone, those of `shard`."""
+        return self._take(batch, named, True)
+
+    @property
+    def shard(self) -> DataShard:
+        """The rows of every global batch that this rank computes with."""
+        return self._program.shard
+
+    def _take(self, batch: tuple[Any, ...], named: Mapping[str, Any], own_rows: bool) -> Any:
         if self._epochs() != self._scheduled:
             raise RuntimeProgramError(
                 "the script stepped the scheduler that parallelize was given, which every update steps already; leave out "
                 "scheduler.step(), or give no scheduler= and make your own of step.optimizer"
             )
-        loss = self._session.train_step(self._program.leaves(given(batch, named)), update=not self._adding)
+        given = self._program.take(batch, named, own_rows, not self._adding)
         self._session.updater.forget_gradients()  # so an optimizer.step() of the script finds none, and changes nothing
         self._scheduled = self._epochs()
-        return loss if self._session.extras is None else (loss, self._session.extras)
+        return given
+
+    def entry(self, name: str) -> LoadedEntry:
+        """Another step over the same parameters, one of `entries=`, to be called with its batch. Raises RuntimeProgramError where
+        there is none of that name."""
+        return self._program.entry(name)
+
+    def evaluate(self, *batch: Any, **named: Any) -> Any:
+        """The entry "evaluate" on a batch: (loss, outputs) of the model in eval mode; nothing is trained. Raises
+        RuntimeProgramError where parallelize was given no `entries={"evaluate": autopar.Entry()}`."""
+        return self.entry("evaluate")(*batch, **named)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -113,24 +113,24 @@ def program_directory(request: Request, asked: Asked, ranks: Ranks, compile_time
         return _told_others(ranks, lambda: _first_program(request, asked))
     if ranks.rank != ranks.first:
         return cache_folder() / _waited(ranks, ranks.first, compile_timeout_s)["key"]
-    done = _waited(ranks, 0, compile_timeout_s)
-    return _told_others(ranks, lambda: _same_program(request, done["key"], Plan.from_dict(done["plan"])))
+    return _told_others(ranks, lambda: _same_program(request, _waited(ranks, 0, compile_timeout_s)))
 
 
 def _first_program(request: Request, asked: Asked) -> Path:
     """The program of a request, from the cache or compiled."""
     if asked.unknown:
         warnings.warn(
-            f"autopar.parallelize compiles at every start, as it cannot see whether {asked.unknown} is as it was; leave it out "
-            "of what the model and the loss hold",
+            f"autopar.parallelize compiles at every start: {asked.unknown}, so nothing says that the program is still the same; "
+            "leave it out of what the model, the loss and the optimizer's factory hold",
             stacklevel=4,
         )
         return _for_this_run(request)
     return kept(asked.key) or keep(asked.key, lambda directory: _write(request, directory))
 
 
-def _same_program(request: Request, key: str, plan: Plan) -> Path:
-    """The program that another machine has under a key, by its plan."""
+def _same_program(request: Request, done: Mapping[str, Any]) -> Path:
+    """The program that another machine has, by its plan. done: what that one told."""
+    key, plan = done["key"], Plan.from_dict(done["plan"])
     if key.startswith(ONCE):
         return _for_this_run(request.replaying(plan))
     directory = kept(key)

@@ -71,7 +71,9 @@ def measure(
     for name, p in stage.parameters.items():
         i, *others = readers.get(name, [0])
         tiers = p.tiers | ({"parameters": ""} if others else {})  # shared by stages it stays (lower/pipeline.py)
-        resting[i] += on_rank(p, stage.mesh).on_device(setting, [moves for moves, tier in tiers.items() if tier])
+        resting[i] += on_rank(p, stage.mesh, setting.kept).on_device(
+            setting, [moves for moves, tier in tiers.items() if tier]
+        )
         step[i] += work.get(name, 0.0)
     for i, nbytes in held_by_call(stage, probe_of(pricer)).items():
         held[i] = nbytes

@@ -5,7 +5,8 @@ read are sent; a value read by three stages crosses three times, straight from w
 program (sharding, lowering, accounting) works on a stage. Inputs of the batch cross nothing: every rank has the batch.
 
 A parameter that several stages use lives in each of them and is owned by the first that trains it: the others hand it
-their gradient and take the updated value. Parameters and buffers that no call uses rest in the first stage.
+their gradient and take the updated value. Parameters and buffers that no call uses rest in the first stage, or where the program
+says that they are at home.
 """
 
 from __future__ import annotations
@@ -156,14 +157,19 @@ def _stage(
     updates = {n: local(r) for n, r in program.buffer_updates.items() if r.kind == "call" and stage_of[r.index] == s}
     kept = {r.name for call in program.calls for r in call.inputs if r.kind == "buffer"} | {*program.buffer_updates}
     sizes = [program.type_of(c.value) for c in received]
+    first_stage = frozenset({0})
+
+    def at_home(name: str, used_elsewhere: bool) -> bool:
+        return s in program.homes.get(name, frozenset() if used_elsewhere else first_stage)
+
     return replace(
         program,
         templates={name: t for name, t in program.templates.items() if any(c.template == name for c in calls)},
         calls=tuple(
             Call(c.template, c.params, tuple(map(local, c.inputs)), c.path, c.prologue, c.start) for c in calls
         ),
-        parameters={n: p for n, p in program.parameters.items() if n in used or (s == 0 and n not in elsewhere)},
-        buffers={n: b for n, b in program.buffers.items() if n in read or n in updates or (s == 0 and n not in kept)},
+        parameters={n: p for n, p in program.parameters.items() if n in used or at_home(n, n in elsewhere)},
+        buffers={n: b for n, b in program.buffers.items() if n in read or n in updates or at_home(n, n in kept)},
         inputs=(*(program.inputs[i] for i in batch), *((c.name, t) for c, t in zip(received, sizes, strict=True))),
         outputs=tuple(local(program.outputs[i]) for i in outputs),
         buffer_updates=updates,

@@ -40,8 +40,10 @@ def stage_plan(problem: Problem, choice: list[int], calls: tuple[int, int]) -> S
             storage, optimizer = state
             for name in problem.groups[key[1]].names:
                 by_microbatch = problem.setting.by_microbatch and name in trained
-                parameters[name] = ParameterPlan(storage, optimizer, by_microbatch=by_microbatch)
+                own = ParameterPlan(storage, optimizer, by_microbatch=by_microbatch)
+                parameters[name] = own if program.training else problem.rests.get(name, own)
     in_order = {name: parameters[name] for name in program.parameters}
-    owned = with_owners(in_order, program, problem.mesh, problem.setting)
-    stage = StagePlan(calls, problem.mesh, templates, owned)
+    if program.training:
+        in_order = with_owners(in_order, program, problem.mesh, problem.setting)
+    stage = StagePlan(calls, problem.mesh, templates, in_order)
     return offloaded(program, stage, problem.pricer.device, problem.setting)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ from autopar.passes.shard.launching import host_is_slower, launched_s
 from autopar.passes.shard.overlap import overlap_shares
 from autopar.passes.shard.stored import Stored
 from autopar.passes.shard.template_facts import Operation, Place, TemplateFacts, template_facts
+from autopar.plan import ParameterPlan
 from autopar.runtime.gradients.buckets import BUCKETED
 from autopar.runtime.gradients.gather import GATHERED
 
@@ -52,8 +54,8 @@ does not cut that out of the whole."""
 class Problem:
     """Builds the factor graph; `allowed(key, state)` filters states (constraints, baselines), `given` fixes them.
 
-    recompute: per template the values that backward makes again (`autopar.passes.recompute`). Specs are compared by their
-    numbers (`autopar.passes.rules.alphabet`).
+    rests: how parameters rest that another program's plan stores. recompute: per template the values that backward makes again
+    (`autopar.passes.recompute`). Specs are compared by their numbers (`autopar.passes.rules.alphabet`).
     """
 
     def __init__(
@@ -65,12 +67,13 @@ class Problem:
         allowed: Allowed | None = None,
         given: Callable[[Key], Any] | None = None,
         recompute: Mapping[str, tuple[str, ...]] | None = None,
+        rests: Mapping[str, ParameterPlan] = MappingProxyType({}),
     ) -> None:
         self.program, self.pricer, self.mesh, self.rules = program, pricer, pricer.mesh, rules
         self.setting = setting
         away = pricer.device.some_tiers()[0] if setting.offload and program.training else None
         self._move_s = 1 / away.bandwidth_Bps if away else 0.0  # seconds per byte to a memory tier and back, one way
-        self.given = given
+        self.given, self.rests = given, rests
         self.allowed = allowed
         self.shares = overlap_shares(program, pricer, rules, setting)
         self.graph = FactorGraph()
@@ -269,21 +272,23 @@ class Problem:
         for name, group in self.groups.items():
             type_ = self.program.parameters[group.names[0]].type
             updated = tuple(n for n in group.names if n in trained)
-            v, stored, optimizer = self._add_parameter(name, type_, group, updated)
+            kept = tuple(n for n in group.names if n in trained or n in self.setting.kept)
+            v, stored, optimizer = self._add_parameter(name, type_, group, updated, kept)
             self._connect_parameter(v, type_, group, stored, optimizer if updated else None)
 
     def _add_parameter(
-        self, name: str, type_: TensorType, group: Group, updated: tuple[str, ...]
+        self, name: str, type_: TensorType, group: Group, updated: tuple[str, ...], kept: tuple[str, ...]
     ) -> tuple[int, Stored, Stored]:
-        """The variable of a group of parameters, with how its states store it and update it."""
-        states = self._stored(name, type_, group, bool(updated))
+        """The variable of a group of parameters, with how its states store it and update it. updated, kept: those of which the
+        step, or any step, changes the value."""
+        states = self._stored(name, type_, group, bool(kept))
         stored, optimizer = (self._rests(type_, [state[i] for state in states]) for i in (0, 1))
         shard, per_dim = optimizer.local_bytes(type_, self.pricer), self.pricer.shards(type_).per_dim
         copied = is_copy(*(np.array(type_.shape, int) // per_dim[rests.numbers] for rests in (stored, optimizer)))
         for i in optimizer.runs:
             copied[i] = is_apart(type_, *states[i], self.mesh)
         held = ParameterOnRank(
-            type_, stored.local_bytes(type_, self.pricer), shard, bool(updated), updated, copied * shard
+            type_, stored.local_bytes(type_, self.pricer), shard, bool(updated), kept, copied * shard
         )
         count = len(group.names)
         seconds = np.zeros(len(states))
@@ -304,7 +309,8 @@ class Problem:
             moved = moved + reads * held.stored
             if held.trained:  # the updated block comes and goes, and so does its gradient
                 moved = moved + 2 * (held.updated + held.gradient)
-        return moved + 2 * held.state_bytes(self.setting) if "optimizer" in self.setting.offload else moved
+        updates = held.trained and "optimizer" in self.setting.offload
+        return moved + 2 * held.state_bytes(self.setting) if updates else moved
 
     def _stored(self, name: str, type_: TensorType, group: Group, updated: bool) -> tuple[tuple[Spec, Spec], ...]:
         """How a group of parameters may be stored and updated: as every spec, and its optimizer's shards as every refinement

@@ -47,7 +47,7 @@ def build_problem(on: OnMesh, strategy: str, recompute: str | Mapping[str, tuple
     else:
         again = dict(recompute)
     try:
-        return Problem(program, on.pricer, on.rules, on.setting, allowed, recompute=again)
+        return Problem(program, on.pricer, on.rules, on.setting, allowed, recompute=again, rests=on.stored)
     except InfeasibleError as error:
         if constraints:
             raise ConstraintError(f"{error} (constraints: {dict(constraints)})") from error

@@ -17,6 +17,7 @@ from autopar.codegen.actions import _text
 from autopar.codegen.marks import local
 from autopar.codegen.printer import Printer
 from autopar.errors import EmitError
+from autopar.runtime.program.manifest import Manifest
 from tests.codegen.trace import trace, unrolled
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
@@ -227,7 +228,17 @@ def test_machines_of_slurm_may_come_and_go_where_there_is_a_plan_for_fewer(tmp_p
     assert "\nstart 1:2 3 29501 " in slurm
 
 
-def test_an_optimizer_without_a_name_cannot_be_saved(tmp_path):
-    made = program(optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
-    with pytest.raises(EmitError, match=r"functools\.partial"):
+def test_an_optimizer_without_a_name_is_saved_by_its_source(tmp_path):
+    rate = 0.125
+    out = program(optimizer=lambda params: torch.optim.SGD(params, lr=rate)).save(tmp_path / "out")
+    assert "\n    import user_factories" in (out / "run.py").read_text()
+    rule = Manifest.read(out).update_rule()
+    assert rule.optimizer([torch.nn.Parameter(torch.ones(1))]).param_groups[0]["lr"] == 0.125
+
+
+def test_an_optimizer_that_no_source_says_cannot_be_saved(tmp_path):
+    rate = torch.ones(1)
+    with pytest.warns(UserWarning, match="cannot be saved"):
+        made = program(optimizer=lambda params: torch.optim.SGD(params, lr=rate.item()))
+    with pytest.raises(EmitError, match=r"uses rate, which is a Tensor; use functools\.partial"):
         made.save(tmp_path / "out")

@@ -122,7 +122,7 @@ def simulated(
         for step in range(1, steps + 1):
             machine.begin_step(step)
             given = [torch.empty(x.shape, dtype=x.dtype) for x in leaves]
-            session.next_inputs.ready = made_ready(given, session.whole_batches, session.forms) if ahead else None
+            session.next_inputs.ready = made_ready(given, session.taking(False), session.forms) if ahead else None
             loss = session.train_step(given)
             for _ in losses.read(step, None, loss, 0.0, at_once=False):
                 pass

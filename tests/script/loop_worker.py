@@ -62,7 +62,8 @@ def optimizer(params: Any) -> torch.optim.Optimizer:
 
 
 def step(own: nn.Module | None = None, **others: Any) -> autopar.Step:
-    asked: dict[str, Any] = {"loss_fn": loss, "optimizer": lambda params: optimizer(params)} | others
+    asked: dict[str, Any] = {"loss_fn": loss, "optimizer": lambda params: optimizer(params)}
+    asked |= {"entries": {"evaluate": autopar.Entry()}} | others
     return autopar.parallelize(own or model(), "here", asked.pop("example", batch()), **asked)
 
 
@@ -77,13 +78,14 @@ def loop() -> Any:
         own.optimizer.zero_grad()
     with own.no_sync():
         losses += [own(*batch(n)).item() for n in (4, 5)]
-    losses.append(own(batch(6)).item())
+    losses.append(own.local(*(part[own.shard.indices] for part in batch(6))).item())
+    measured, logits = own.evaluate(*batch(9))
     state = own.state_dict()
     own.save(HERE / "saved")
     losses.append(own(*batch(7)).item())
     own.load_state_dict(state)
     assert len(own.state_dict(every_rank=False)) == (len(state) if RANK == 0 else 0)
-    return losses, state, own.steps_done, str(own.directory)
+    return losses, state, own.steps_done, str(own.directory), measured.item(), logits
 
 
 def resumed() -> Any:
@@ -91,6 +93,17 @@ def resumed() -> Any:
     own = step(scheduler=None)
     own.resume(HERE / "saved")
     return own(*batch(7)).item(), own.optimizer.param_groups[0]["lr"], own.steps_done
+
+
+def machines() -> Any:
+    """Two ranks that are machines of their own, each with programs of its own."""
+    os.environ["AUTOPAR_MACHINE"] = f"machine{RANK}"
+    os.environ["AUTOPAR_CACHE"] = str(HERE / f"cache{RANK}")
+    torch.manual_seed(7)
+    told = said(lambda: autopar.parallelize(Branching(), "here", (torch.ones(4, 4),)))
+    own = step()
+    drawn = torch.rand(1).item()
+    return told, own(*batch()).item(), str(own.directory), (own.directory / "plan.json").read_text(), drawn
 
 
 class Branching(nn.Module):

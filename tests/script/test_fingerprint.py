@@ -1,4 +1,4 @@
-"""A kept program depends on code, shapes and options, and not on weights."""
+"""A kept program depends on all that it follows from, and on nothing else."""
 
 from __future__ import annotations
 

@@ -53,16 +53,19 @@ def eager() -> tuple[list[float], dict[str, Any], Any]:
 def test_a_loop_of_two_ranks_computes_what_one_device_does(folder: Path) -> None:
     ranks = run(2, "loop", folder)
     losses, state, _ = eager()
-    for told, full, steps, directory in ranks:
+    other = model(seed=1)
+    for told, full, steps, directory, measured, logits in ranks:
         torch.testing.assert_close(told, losses, rtol=1e-9, atol=1e-12)
         assert steps == 8
         assert Path(directory).parent == folder / "cache"
         assert list(full) == list(state)
         for name, value in state.items():
             torch.testing.assert_close(full[name], value, rtol=1e-9, atol=1e-12)
-        other = model(seed=1)
         other.load_state_dict(full)
         assert other.head.weight is other.tokens.weight
+        ids, targets = batch(9)
+        torch.testing.assert_close(logits, other(ids), rtol=1e-9, atol=1e-12)
+        assert measured == pytest.approx(loss(other(ids), targets).item(), rel=1e-9)
 
 
 @pytest.mark.slow
@@ -92,6 +95,17 @@ def test_ranks_that_do_not_do_the_same_are_told_so_by_name(folder: Path) -> None
         assert told["lr"].startswith("RankError: ")
         assert "learning rate" in told["lr"]
         torch.testing.assert_close(state["mix.weight"], model(seed=0).mix.weight.detach(), rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_every_machine_makes_its_own_files_of_one_plan(folder: Path) -> None:
+    for _ in range(2):
+        (told, *first), (heard, *other) = run(2, "machines", folder)
+        assert "CaptureError" in told
+        assert heard.startswith("CaptureError: rank 0 could not compile: ")
+        assert [Path(one[1]).parent.name for one in (first, other)] == ["cache0", "cache1"]
+        assert (first[0], first[2:]) == (other[0], other[2:])
+        assert len(list((folder / "cache1").iterdir())) == 1
 
 
 def test_it_takes_what_compile_takes() -> None:

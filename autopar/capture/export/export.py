@@ -26,7 +26,7 @@ from autopar.capture.export.fake import fake_like, faked
 from autopar.capture.export.functional import check_writes, functional, traced_step
 from autopar.capture.export.named_constants import check_constants, named_by_content, same_constants
 from autopar.capture.export.parameters_with_grad import parameters_reached
-from autopar.capture.exported import Exported
+from autopar.capture.exported import Exported, Gives
 from autopar.capture.known.known_blocks import known_forwards, prove
 from autopar.capture.while_traced import functions
 from autopar.capture.while_traced.autocast import check_outside
@@ -34,7 +34,7 @@ from autopar.capture.while_traced.classes_without_module import classes_named
 from autopar.capture.while_traced.clocks import noted_clocks, same_graph
 from autopar.capture.while_traced.compiling import noted_questions
 from autopar.capture.while_traced.decisions import Condition, Decisions, decisions_of
-from autopar.capture.while_traced.scalar_outputs import NoLoss, own_loss
+from autopar.capture.while_traced.scalar_outputs import NoLoss, loss_and_extras, path_among_others
 from autopar.capture.while_traced.watch import memory_of, watched
 from autopar.errors import AutoparError, CaptureError, InputError
 from autopar.ops.integers import expect
@@ -50,6 +50,7 @@ class _Seen:
     training: bool = False
     structure: Any = None
     extras: int = 0
+    loss_path: str = ""
     no_loss: NoLoss | None = None
     reached: frozenset[str] = frozenset()
     conditions: list[tuple[bool, str]] = field(default_factory=list)
@@ -66,7 +67,8 @@ class _Step(nn.Module):
         names: Sequence[str],
         targets: int,
         pieces: int,
-        to_train: bool,
+        to_train: bool = False,
+        gives: Gives = "step",
     ) -> None:
         """names: of the leaves. to_train: see `capture_program`."""
         super().__init__()
@@ -78,6 +80,7 @@ class _Step(nn.Module):
         self.targets = targets
         self.pieces = pieces
         self.to_train = to_train
+        self.gives = gives
         self.seen = _Seen()
         self.decisions: Decisions | None = None
 
@@ -98,38 +101,49 @@ class _Step(nn.Module):
                 out = self.model(*args, **kwargs)
             loss, extras = loss_and_extras(out, self.loss_fn, targets, self.to_train)
         self.seen.changes = state.changes()
-        self.seen.training = self.loss_fn is not None or (loss is not None and loss.requires_grad)
+        has_loss = self.loss_fn is not None or (loss is not None and loss.requires_grad)
+        self.seen.training = has_loss and self.gives == "step"
         if not self.seen.training:
             if watch.in_inference:
                 raise watch.in_inference[0]
+            if self.gives != "step":
+                return self._evaluated(loss, out if extras is None else extras), watch.held
             tensors, _, structure = flatten(out)
             if not tensors:
                 raise InputError(f"the model returned no tensor ({_describe(out)}); pass a loss_fn or return tensors")
             self.seen.structure, self.seen.no_loss = structure, NoLoss.of(out)
             return tuple(tensors), watch.held
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise InputError(
-                f"loss_fn must return a scalar tensor, or (scalar, what the step is to give beside it), it returned "
-                f"{_describe(loss)}"
-            )
-        if loss.is_complex():
-            raise InputError(f"the loss is complex ({loss.dtype}); take its real part or its magnitude")
+        loss = _scalar(loss)
         self.seen.reached = parameters_reached(loss, self)
+        self.seen.loss_path = path_among_others(out, loss) if self.loss_fn is None else ""
         beside, self.seen.structure = tensors_of_extras(extras)
         self.seen.extras = len(beside)
         return (self._piece(loss), *(tensor.detach() for tensor in beside)), watch.held
+
+    def _evaluated(self, loss: Any, out: Any) -> tuple[torch.Tensor, ...]:
+        """The tensors of the pair (loss or None, outputs or None)."""
+        if loss is None and self.gives == "loss":
+            raise InputError(f"the loss alone is asked for, and the model has none ({_describe(out)}); pass a loss_fn")
+        pair = None if loss is None else _scalar(loss).reshape(()), None if self.gives == "loss" else out
+        tensors, _, self.seen.structure = flatten(pair)
+        if not tensors:
+            raise InputError(f"the model returned no tensor ({_describe(out)}); pass a loss_fn or return tensors")
+        return tuple(tensors)
 
     def _piece(self, loss: torch.Tensor) -> torch.Tensor:
         return loss.reshape(()) / self.pieces if self.pieces > 1 else loss.reshape(())
 
 
-def loss_and_extras(out: Any, loss_fn: Any, targets: Sequence[Any], to_train: bool) -> tuple[Any, Any]:
-    """The loss of what a model returned, if there is one, and what loss_fn gave beside it. to_train: see `capture_program`."""
-    if loss_fn is None:
-        return own_loss(out, to_train), None
-    given = loss_fn(out, *targets)
-    is_pair = isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], torch.Tensor)
-    return given if is_pair and given[0].numel() == 1 else (given, None)
+def _scalar(loss: Any) -> torch.Tensor:
+    """The loss. Raises InputError where it is no real number."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise InputError(
+            f"loss_fn must return a scalar tensor, or (scalar, what the step is to give beside it), it returned "
+            f"{_describe(loss)}"
+        )
+    if loss.is_complex():
+        raise InputError(f"the loss is complex ({loss.dtype}); take its real part or its magnitude")
+    return loss
 
 
 def _run_example(step: nn.Module, leaves: Sequence[torch.Tensor], decisions: Decisions) -> None:
@@ -192,12 +206,13 @@ def export_step(
     as_example: bool = False,
     guards: bool = True,
     to_train: bool = False,
+    gives: Gives = "step",
 ) -> Exported:
     """Capture one step; the loss is divided by `pieces`. as_example: branches on data go the example's way. guards: see
     Options; to_train: see `capture_program`. Raises CaptureError, InputError."""
     check_outside()
     export = functools.partial(
-        _export_step, model, inputs, loss_fn, targets, mode, pieces, as_example, guards, to_train
+        _export_step, model, inputs, loss_fn, targets, mode, pieces, as_example, guards, to_train, gives
     )
     with classes_named(model), known_forwards(model) as uses:
         first = not as_example  # what a compiled model leaves out would become guards there
@@ -223,12 +238,13 @@ def _export_step(
     as_example: bool,
     guards: bool,
     to_train: bool,
+    gives: Gives,
 ) -> Exported:
     leaves, names, structure = flatten(inputs)
     check_inputs(leaves, names)
     check_model(model, loss_fn)
     fakes = [fake_like(t.detach(), mode) for t in leaves]
-    step = _Step(model, loss_fn, structure, names, targets, pieces, to_train)
+    step = _Step(model, loss_fn, structure, names, targets, pieces, to_train, gives)
     seen = step.seen
     step.training = model.training
     if as_example:
@@ -295,6 +311,7 @@ def _export_step(
         tuple(n.name for n in outputs if guards or n.name not in conditions),
         no_loss=seen.no_loss,
         extras=seen.extras,
+        loss_path=seen.loss_path,
     )
 
 

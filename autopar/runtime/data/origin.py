@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
 
 _HEAP_TYPE = 1 << 9
 """Python's flag of classes that are made while a program runs (Py_TPFLAGS_HEAPTYPE)."""
@@ -31,3 +32,11 @@ def name_of(value: object) -> str:
     """A class or function in words, as `module.name`; an object without a name by its class."""
     named = value if hasattr(value, "__qualname__") else type(value)
     return ".".join(filter(None, (module_of(named), named.__qualname__)))
+
+
+def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code of a function, and all that is inside it."""
+    yield code
+    for one in code.co_consts:
+        if isinstance(one, types.CodeType):
+            yield from codes_of(one)

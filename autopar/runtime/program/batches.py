@@ -27,6 +27,7 @@ from .layout import dtype_of
 from .rows import DataShard
 
 SPARSE = kept(sparse=True)
+DATA = "--data"
 DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype))
 
 
@@ -114,9 +115,9 @@ def random_batches(inputs: Sequence[BatchInput], seed: int, first_step: int = 0)
         step += 1
 
 
-def check_source(source: str) -> None:
+def check_source(source: str, argument: str = DATA) -> None:
     """See, without running anything of it, that `MODULE_OR_FILE:FUNCTION` is there. Raises RuntimeProgramError."""
-    where, name = _parts(source)
+    where, name = _parts(source, argument)
     top, _, inner = where.partition(".")
     try:
         if where.endswith(".py"):
@@ -124,7 +125,9 @@ def check_source(source: str) -> None:
         else:
             spec = importlib.util.find_spec(top)
             if spec is None:
-                raise RuntimeProgramError(f"--data {source!r}: No module named {where!r}; is its folder on PYTHONPATH?")
+                raise RuntimeProgramError(
+                    f"{argument} {source!r}: No module named {where!r}; is its folder on PYTHONPATH?"
+                )
             file = None if inner else spec.origin
         if not file or not file.endswith(".py"):
             return
@@ -132,21 +135,21 @@ def check_source(source: str) -> None:
             text = stream.read()
         symbols = symtable.symtable(text, file, "exec").get_symbols()
     except OSError as error:
-        raise RuntimeProgramError(f"--data {source!r}: {where}: {error.strerror}") from error
+        raise RuntimeProgramError(f"{argument} {source!r}: {where}: {error.strerror}") from error
     except SyntaxError as error:
-        raise RuntimeProgramError(f"--data {source!r}: {error}") from error
+        raise RuntimeProgramError(f"{argument} {source!r}: {error}") from error
     except ValueError:  # a module that has no file
         return
     bound = [one.get_name() for one in symbols if one.is_assigned() or one.is_imported()]
     if name not in bound and not _BINDS_UNSEEN.search(text):
-        raise RuntimeProgramError(f"--data {source!r}: {where} has no function {name!r}{did_you_mean(name, bound)}")
+        raise RuntimeProgramError(f"{argument} {source!r}: {where} has no function {name!r}{did_you_mean(name, bound)}")
 
 
-def _parts(source: str) -> tuple[str, str]:
+def _parts(source: str, argument: str) -> tuple[str, str]:
     """Module or file, and function. Raises RuntimeProgramError."""
     where, separator, name = source.rpartition(":")
     if not separator:
-        raise RuntimeProgramError(f"--data {source!r}: write MODULE:FUNCTION or FILE.py:FUNCTION")
+        raise RuntimeProgramError(f"{argument} {source!r}: write MODULE:FUNCTION or FILE.py:FUNCTION")
     return where, name
 
 
@@ -159,17 +162,9 @@ class DataFunction:
 
     def __init__(self, source: str) -> None:
         """Imports its file. Raises RuntimeProgramError where it is not there, or takes other arguments."""
-        where, name = _parts(source)
-        try:
-            file = where.endswith(".py")
-            own_name = f"autopar_data_{Path(where).stem}"
-            module = module_of(Path(where), own_name) if file else importlib.import_module(where)
-        except ModuleNotFoundError as error:
-            raise RuntimeProgramError(f"--data {source!r}: {error}; is its folder on PYTHONPATH?") from error
-        function: Callable[..., Iterable[Any]] | None = getattr(module, name, None)
-        if function is None:
-            raise RuntimeProgramError(f"--data {source!r}: {where} has no function {name!r}")
-        self.source, self._function, self.takes = source, function, _arguments(source, function)
+        function = _function(source, DATA)
+        self.source, self._function = source, function
+        self.takes = _arguments(source, DATA, function, GIVEN)
 
     def batches(self, first_step: int = 0, shard: DataShard | None = None) -> Iterator[Any]:
         """Its batches, called again when they run out, from first_step on. shard: of this rank, where it takes one; on a rank
@@ -180,7 +175,7 @@ class DataFunction:
         step, epoch = first_step if "start" in self.takes else 0, 0
         while True:
             before, values = step, {"shard": own, "start": step, "epoch": epoch}
-            for batch in _started(self.source, self._function(**{name: values[name] for name in self.takes})):
+            for batch in _started(self.source, DATA, self._function(**{name: values[name] for name in self.takes})):
                 if step >= first_step:
                     yield batch
                 step += 1
@@ -198,37 +193,65 @@ def user_batches(source: str, first_step: int = 0) -> Iterator[Any]:
     yield from DataFunction(source).batches(first_step)
 
 
-def _arguments(source: str, function: Any) -> tuple[str, ...]:
-    """The arguments of `GIVEN` that a function takes. Raises RuntimeProgramError for what cannot be called with these alone."""
+def batches_once(source: str, argument: str) -> Iterator[Any]:
+    """Global batches of `MODULE_OR_FILE:FUNCTION`, as it gives them when it is called once. argument: that names it."""
+    given = 0
+    function = _function(source, argument)
+    _arguments(source, argument, function)
+    for given, batch in enumerate(_started(source, argument, function()), 1):  # noqa: B007
+        yield batch
+    if not given:
+        raise RuntimeProgramError(
+            f"{argument} {source!r} gave no batch: let it return a new list or generator each time"
+        )
+
+
+def _function(source: str, argument: str) -> Callable[..., Iterable[Any]]:
+    """The function that gives batches. Raises RuntimeProgramError where there is none."""
+    where, name = _parts(source, argument)
+    try:
+        file = where.endswith(".py")
+        module = module_of(Path(where), f"autopar_data_{Path(where).stem}") if file else importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        raise RuntimeProgramError(f"{argument} {source!r}: {error}; is its folder on PYTHONPATH?") from error
+    function: Callable[..., Iterable[Any]] | None = getattr(module, name, None)
+    if function is None:
+        raise RuntimeProgramError(f"{argument} {source!r}: {where} has no function {name!r}")
+    return function
+
+
+def _arguments(source: str, argument: str, function: Any, known: Sequence[str] = ()) -> tuple[str, ...]:
+    """The arguments of `known` that a function takes. Raises RuntimeProgramError for what cannot be called with these alone."""
     if not callable(function):
         raise RuntimeProgramError(
-            f"--data {source!r} is {type(function).__name__}, no function; name one that returns batches"
+            f"{argument} {source!r} is {type(function).__name__}, no function; name one that returns batches"
         )
     try:
         signature = inspect.signature(function)
     except ValueError:
         return ()  # a function without a signature
     named = {n for n, p in signature.parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    takes = tuple(name for name in GIVEN if name in named)
+    takes = tuple(name for name in known if name in named)
     try:
         signature.bind(**dict.fromkeys(takes))
     except TypeError as error:
         raise RuntimeProgramError(
-            f"--data {source!r} is called without arguments, or with those of {', '.join(GIVEN)} that it has: {error}"
+            f"{argument} {source!r} is called without arguments"
+            f"{', or with those of ' + ', '.join(known) + ' that it has' if known else ''}: {error}"
         ) from error
     if {"start", "epoch"} <= {*takes}:
         raise RuntimeProgramError(
-            f"--data {source!r} takes start and epoch, but how many epochs there were before a batch the function alone knows; "
-            "let it count them from start"
+            f"{argument} {source!r} takes start and epoch, but how many epochs there were before a batch the function alone "
+            "knows; let it count them from start"
         )
     return takes
 
 
-def _started(source: str, batches: Any) -> Iterator[Any]:
+def _started(source: str, argument: str, batches: Any) -> Iterator[Any]:
     """An iterator over what a data function returned. Raises RuntimeProgramError for what has none."""
     if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
         raise RuntimeProgramError(
-            f"--data {source!r} returned {type(batches).__name__}; return an iterable of global batches, such as a list of "
+            f"{argument} {source!r} returned {type(batches).__name__}; return an iterable of global batches, such as a list of "
             "tuples of tensors, or yield them"
         )
     return iter(batches)

@@ -21,15 +21,20 @@ import torch
 
 from ..data.datafile import read_text
 from ..data.fields import Identifier, Length
-from ..data.schema import SchemaError, parsed, positive
+from ..data.schema import SchemaError, is_identifier, parsed, positive
 from ..errors import RuntimeProgramError
 from ..update.update_rule import ClipNorm, LossScaling, UpdateRule
+from .batches import module_of
 
 
 def _module(name: str) -> str:
     if not all(part.isidentifier() for part in name.split(".")):
         raise SchemaError(f"{name!r} is no name of a module")
     return name
+
+
+USER_FACTORIES = "user_factories"
+"""The module of a program's directory with functions of the script that it was compiled in."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,9 @@ class NamedFactory:
     def imported(self, directory: Path) -> functools.partial[Any]:
         """The factory itself. directory: of the program. Raises RuntimeProgramError where nothing that the user runs imports its
         module, or it is not there."""
+        own = directory / f"{USER_FACTORIES}.py"
+        if self.module == USER_FACTORIES and own.exists():
+            module_of(own, USER_FACTORIES)
         by_torch = _is_of(self.module, "torch.optim")
         if not by_torch and not any(_is_of(self.module, known) for known in _imported(directory / "run.py")):
             raise RuntimeProgramError(
@@ -97,8 +105,13 @@ def factory_modules(rule: UpdateRule) -> list[str]:
             factory = factory.func
         module = getattr(factory, "__module__", None)
         if factory is not None and isinstance(module, str) and not _is_of(module, "torch.optim"):
-            modules.append(module)
+            modules.append(USER_FACTORIES if is_of_script(factory) else module)
     return sorted(set(modules))
+
+
+def is_of_script(factory: Any) -> bool:
+    """Whether a class or function has no name under which a program could import it."""
+    return not is_identifier(getattr(factory, "__qualname__", "")) or factory.__module__ in (None, "__main__")
 
 
 def _imported(run: Path) -> Iterator[str]:

@@ -16,7 +16,7 @@ from typing import Annotated
 from ..comm.mesh import sizes_of
 from ..data.datafile import path_inside, read_json
 from ..data.fields import Length, from_data, kept
-from ..data.schema import MOST_RANKS, MOST_TEXT, SchemaError, integer, optional, record, where
+from ..data.schema import MOST_RANKS, MOST_TEXT, SchemaError, integer, is_identifier, optional, record, where
 from ..data.whole_files import current
 from ..errors import RuntimeProgramError
 from ..update.update_rule import UpdateRule
@@ -27,12 +27,14 @@ from .run_options import DEFAULTS, RunOptions, Seed
 from .tables import show_meshes
 
 MOST_BUCKETS = 256
+MOST_ENTRIES = 16
 MOST_WORLDS = 256
 TUNED = "tuned.json"
 WORLDS = "worlds"
 _TUNED = record({"folder": optional(path_inside)}, others=True)
 _NAME = where(lambda name: isinstance(name, str) and len(name) <= MOST_TEXT, f"text of at most {MOST_TEXT} characters")
 Name = Annotated[str, _NAME]
+EntryName = Annotated[str, where(is_identifier, "a name that could be a variable's")]
 PathInside = Annotated[str, path_inside]
 Ranks = Annotated[int, integer(1, MOST_RANKS)]
 SPARSE = kept(sparse=True)
@@ -47,12 +49,25 @@ class BucketFiles:
 
 
 @dataclass(frozen=True)
+class EntryFiles:
+    """Where the program lies for another step over the parameters. has_loss: its outputs begin with its loss."""
+
+    pipeline: PathInside
+    inputs: tuple[BatchInput, ...]
+    has_loss: bool
+    buckets: Annotated[tuple[BucketFiles, ...], Length(most=MOST_BUCKETS)] = field(default=(), metadata=SPARSE)
+    pad_values: Annotated[Mapping[str, float], Length(most=1024)] = field(
+        default_factory=dict, metadata=kept(beside="buckets")
+    )
+
+
+@dataclass(frozen=True)
 class Manifest:
     """manifest.json of an emitted directory. state_names: the names of every parameter and buffer in the model's own state
     dict, none for what is not in it; constants: the folder with the values of the latter; home: where folders of weights
     lie, which is not the directory where that is one of several candidates (`tuned`), or the program for another number of
     ranks; worlds: such numbers, beside that of the program at home. idle: ranks that are started beside those of the plan, which
-    is faster without them."""
+    is faster without them; entries: other steps over the same parameters, by name."""
 
     directory: Path = field(metadata=kept(absent=True))
     world_size: Ranks
@@ -73,6 +88,9 @@ class Manifest:
     buckets: Annotated[tuple[BucketFiles, ...], Length(most=MOST_BUCKETS)] = field(default=(), metadata=SPARSE)
     pad_values: Annotated[Mapping[str, float], Length(most=1024)] = field(
         default_factory=dict, metadata=kept(beside="buckets")
+    )
+    entries: Annotated[Mapping[EntryName, EntryFiles], Length(most=MOST_ENTRIES)] = field(
+        default_factory=dict, metadata=SPARSE
     )
     home: Path | None = field(default=None, metadata=kept(absent=True))
 
@@ -141,11 +159,14 @@ class Manifest:
         """The module of pipeline.py. Raises RuntimeProgramError when it is not there."""
         return module_of(self.directory / self.pipeline, "autopar_pipeline")
 
-    def load_buckets(self) -> Iterator[tuple[Path, ModuleType]]:
-        """The folder and the module of pipeline.py for every other shape of batch. Raises RuntimeProgramError."""
-        for i, bucket in enumerate(self.buckets):
-            path = self.directory / bucket.pipeline
-            yield path.parent, module_of(path, f"autopar_pipeline_of_bucket_{i + 1}")
+    def load_forms(self, entry: str = "") -> Iterator[tuple[Path, ModuleType]]:
+        """The folder and the module of pipeline.py for every shape of batch of an entry, of the program's own step but the first.
+        Raises RuntimeProgramError."""
+        files = self.entries[entry] if entry else self
+        named = "".join(f"_of_{part}" for part in (entry, "bucket") if part)
+        for i, form in enumerate(files.buckets if not entry else (files, *files.buckets)):
+            path = self.directory / form.pipeline
+            yield path.parent, module_of(path, f"autopar_pipeline{named}_{i + 1}")
 
     def show(self) -> str:
         """`dp=2 × tp=2`, or `2 stages: dp=2 | dp=2`."""

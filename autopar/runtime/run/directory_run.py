@@ -24,6 +24,7 @@ from ..errors import CheckpointError, RuntimeProgramError, TooManySkips
 from ..health.launcher import launcher
 from ..program.worlds import started_ranks
 from ..step.session import Session
+from .evaluation import evaluations
 from .excluded_nodes import SlowMachines
 from .learned_speeds import LearnedSpeeds
 from .loaded import LoadedProgram
@@ -99,6 +100,7 @@ class Run:
             Comparing(machines[self.comm.rank], arguments.recheck, slow),
             *recomputing,
             *learning,
+            *evaluations(program, arguments),
             LossChecks(session, self.saving, arguments.on_nan, arguments.spike),
             StepLine(arguments.steps),
             Metrics(session, manifest, arguments),

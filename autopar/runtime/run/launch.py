@@ -28,7 +28,9 @@ from ..preflight.facts import try_directory
 from ..preflight.main import main as preflight
 from ..program.arguments import parser
 from ..program.batches import check_source
+from ..program.manifest import Manifest
 from ..program.worlds import manifest_for, started_ranks
+from .evaluation import EVAL_DATA
 from .excluded_nodes import leave_out
 from .loaded import LoadedProgram, chosen_backend, load
 from .meeting import joined
@@ -52,7 +54,7 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
             return preflight(directory, chosen_backend(arguments.backend).transport.name, arguments)
         manifest = manifest_for(directory, started_ranks(), spares=bool(arguments.run), idle=True)
         manifest.update_rule()
-        _check_arguments(arguments)
+        _check_arguments(arguments, manifest)
     except RuntimeProgramError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return USAGE_ERROR
@@ -106,10 +108,20 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _check_arguments(arguments: argparse.Namespace) -> None:
-    """Raises RuntimeProgramError, before ranks meet, where data are not there or a directory cannot be written."""
+def _check_arguments(arguments: argparse.Namespace, manifest: Manifest) -> None:
+    """Raises RuntimeProgramError, before ranks meet, where data or an entry are not there or a directory cannot be written."""
     if arguments.data:
         check_source(arguments.data)
+    if arguments.eval_data:
+        check_source(arguments.eval_data, EVAL_DATA)
+    elif arguments.eval_every:
+        raise RuntimeProgramError("--eval-every evaluates on --eval-data; give that, or leave it out")
+    if arguments.eval_data and arguments.eval_entry not in manifest.entries:
+        known = ", ".join(manifest.entries) or "none"
+        raise RuntimeProgramError(
+            f"--eval-data is for the entry {arguments.eval_entry!r}, and the program has {known}; name one of "
+            "compile(…, entries=) with --eval-entry"
+        )
     for name in ("save", "profile"):
         path = getattr(arguments, name)
         problem = try_directory(_there(Path(path)))[0] if path else ""

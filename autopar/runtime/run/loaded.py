@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -25,11 +25,12 @@ from ..compiled.inductor import keep_beside
 from ..data.state_names import of_model, of_program
 from ..errors import RuntimeProgramError
 from ..memory.heap import keep_freed_memory
-from ..program.batches import leaves, module_of, own_leaves
+from ..program.batches import BatchInput, leaves, module_of, own_leaves
 from ..program.manifest import Manifest
 from ..program.rows import DataShard, data_shards
 from ..program.tables import Pipeline, world_mesh
 from ..program.worlds import manifest_for, started_ranks
+from ..step.entries import FIRST, EntryModules
 from ..step.session import Session
 from ..update.update_rule import UpdateRule
 from .end_of_data import Leaving
@@ -40,58 +41,56 @@ _LOADED = itertools.count()
 """Programs that were loaded into a process group of the user's, which every rank does in the same order."""
 
 
-class LoadedProgram:
-    """An emitted program inside a torchrun process: call it with a batch for one step. own_rows: batches have this rank's rows
-    alone, and not all of the global batch."""
+class LoadedEntry:
+    """A step of a program that was loaded: call it with a batch. own_rows: batches have this rank's rows alone, and not all of
+    the global batch."""
 
     def __init__(
-        self, manifest: Manifest, session: Session, store: dist.Store | None = None, own_rows: bool = False
+        self,
+        session: Session,
+        inputs: Sequence[BatchInput],
+        name: str = FIRST,
+        has_loss: bool = False,
+        own_rows: bool = False,
     ) -> None:
-        """store: of this round's workers, where this program made the process group."""
-        self.manifest = manifest
+        """inputs: of a batch; name: of the entry; has_loss: its outputs begin with its loss."""
         self.session = session
-        self.store = store
         self.own_rows = own_rows
+        self._inputs, self._name, self._has_loss = inputs, name, has_loss
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
-        """One step on a batch: `program(x, y)`, `program((x, y))`, `program(input_ids=…)` or `program({…})`.
+        """One step on a batch: `step(x, y)`, `step((x, y))`, `step(input_ids=…)` or `step({…})`.
 
         Training: this step's loss, or (loss, extras), nested as loss_fn returned it, where there are any. Inference: the output,
-        or the tuple of outputs.
+        or the tuple of outputs. Another entry that does not train: the pair of its loss and of these (None where there is none).
         """
-        return self._step(batch, named, self.own_rows)
+        return self.take(batch, named, self.own_rows)
 
     def local(self, *batch: Any, **named: Any) -> Any:
         """One step on a batch of which this rank has its own rows alone (`shard.indices`, in that order). What the rank does
         not take may be missing or None; all ranks call it for the same step."""
-        return self._step(batch, named, True)
+        return self.take(batch, named, True)
 
-    def _step(self, batch: tuple[Any, ...], named: Mapping[str, Any], own_rows: bool) -> Any:
-        tensors = self._leaves(given(batch, named), own_rows)
-        if self.session.training:
-            loss = self.session.train_step(tensors, own_rows=own_rows)
-            return loss if self.session.extras is None else (loss, self.session.extras)
-        outputs = self.session.forward(tensors, own_rows=own_rows)
-        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+    def take(self, batch: tuple[Any, ...], named: Mapping[str, Any], own_rows: bool, update: bool = True) -> Any:
+        """One step on a batch as a call's arguments. update: False adds its gradients to those of the next one instead."""
+        tensors = self._leaves(_given(batch, named), own_rows)
+        result = self.session.run_entry(self._name, tensors, own_rows=own_rows, update=update)
+        if isinstance(result, torch.Tensor):
+            return result if self.session.extras is None else (result, self.session.extras)
+        loss = result.pop(0) if self._has_loss else None
+        outputs = (result[0] if len(result) == 1 else tuple(result)) if result else None
+        return outputs if self._name == FIRST else (loss, outputs)
 
     def leaves(self, batch: Any) -> list[torch.Tensor]:
-        """The tensors of a batch, in the order of the program's inputs; of own rows those that this rank takes. Raises
+        """The tensors of a batch, in the order of the step's inputs; of own rows those that this rank takes. Raises
         RuntimeProgramError."""
         return self._leaves(batch, self.own_rows)
 
     def _leaves(self, batch: Any, own_rows: bool) -> list[torch.Tensor]:
-        names = [str(i) if row.name is None else row.name for i, row in enumerate(self.manifest.inputs)]
-        return (
-            own_leaves(batch, names, [names[i] for i in self.session.own_rows.taken])
-            if own_rows
-            else leaves(batch, names)
-        )
-
-    def shapes(self, batch: Any) -> list[tuple[torch.Size, torch.dtype]]:
-        """Shapes and dtypes of the global batch that a batch is, or that it has rows of in the last step's form."""
-        if self.own_rows:
-            return [(torch.Size(like.shape), like.dtypes[0]) for like in self.session.last_inputs]
-        return [(leaf.shape, leaf.dtype) for leaf in self.leaves(batch)]
+        names = [str(i) if row.name is None else row.name for i, row in enumerate(self._inputs)]
+        if not own_rows:
+            return leaves(batch, names)
+        return own_leaves(batch, names, [names[i] for i in self.session.taking(True, self._name).taken])
 
     @property
     def shard(self) -> DataShard:
@@ -100,8 +99,33 @@ class LoadedProgram:
 
     def local_rows(self, rank: int) -> DataShard:
         """The rows of every global batch that a rank of the program computes with. Raises RuntimeProgramError."""
-        pipelines = [form.pipeline for form in self.session.forms]
+        pipelines = [form.pipeline for form in self.session.entry(self._name).forms]
         return data_shards(pipelines[0], pipelines[1:])[rank]
+
+
+class LoadedProgram(LoadedEntry):
+    """An emitted program inside a torchrun process: call it with a batch for one step."""
+
+    def __init__(
+        self, manifest: Manifest, session: Session, store: dist.Store | None = None, own_rows: bool = False
+    ) -> None:
+        """store: of this round's workers, where this program made the process group."""
+        super().__init__(session, manifest.inputs, own_rows=own_rows)
+        self.manifest = manifest
+        self.store = store
+
+    def entry(self, name: str) -> LoadedEntry:
+        """Another step over the same parameters, to be called between the program's own. Raises RuntimeProgramError where there
+        is none so named."""
+        self.session.entry(name)
+        files = self.manifest.entries[name]
+        return LoadedEntry(self.session, files.inputs, name, files.has_loss)
+
+    def shapes(self, batch: Any) -> list[tuple[torch.Size, torch.dtype]]:
+        """Shapes and dtypes of the global batch that a batch is, or that it has rows of in the last step's form."""
+        if self.own_rows:
+            return [(torch.Size(like.shape), like.dtypes[0]) for like in self.session.last_inputs]
+        return [(leaf.shape, leaf.dtype) for leaf in self.leaves(batch)]
 
     @property
     def step(self) -> int:
@@ -131,7 +155,7 @@ class LoadedProgram:
         checkpoint.load(directory, self.session, checked=checked)
 
 
-def given(batch: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+def _given(batch: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
     """The global batch that a call's arguments are."""
     if named or (len(batch) == 1 and not isinstance(batch[0], torch.Tensor)):
         return named or batch[0]
@@ -191,14 +215,18 @@ def load(
     if backend_of(comm.device).is_host:
         keep_freed_memory()
 
+    def of_entry(name: str) -> list[tuple[ModuleType, Callable[[int], ModuleType]]]:
+        return [with_stages(manifest.directory, folder, form) for folder, form in manifest.load_forms(name)]
+
     session = Session(
         *with_stages(manifest.directory, manifest.directory, pipeline),
         comm,
         rule,
         seed,
         tier_directory=tier_directory,
-        buckets=[with_stages(manifest.directory, folder, bucket) for folder, bucket in manifest.load_buckets()],
+        buckets=of_entry(FIRST),
         pad=manifest.pad_values,
+        entries={name: EntryModules(of_entry(name), files.pad_values) for name, files in manifest.entries.items()},
         options=options,
         compare=True,
     )
@@ -219,7 +247,7 @@ def local_rows(directory: str | Path, ranks: int | None = None) -> tuple[DataSha
     compiled for). Raises RuntimeProgramError."""
     manifest = Manifest.read(directory) if ranks is None else manifest_for(directory, ranks)
     own = with_stages(manifest.directory, manifest.directory, manifest.load_pipeline())
-    buckets = [with_stages(manifest.directory, folder, bucket) for folder, bucket in manifest.load_buckets()]
+    buckets = [with_stages(manifest.directory, folder, bucket) for folder, bucket in manifest.load_forms()]
     return data_shards(Pipeline(*own), [Pipeline(*bucket) for bucket in buckets])
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..comm.recorder import Recorder
 from ..errors import RuntimeProgramError
+from .evaluation import evaluations
 from .loaded import LoadedProgram
 from .metrics import Metrics, StepLine
 from .train_loop import Listener, Loop, tell
@@ -34,7 +35,16 @@ def train(program: LoadedProgram, arguments: argparse.Namespace) -> None:
     loop = Loop(program, arguments, seed, save_every, reads=session.comm.rank == 0)
     loop.go_to(first, first)
     profile = [Profile(program, Path(arguments.profile))] if arguments.profile else []
-    loop.run([Metrics(session, manifest, arguments), StepLine(arguments.steps), Checkpoint(arguments.save), *profile])
+    evaluating = evaluations(program, arguments)
+    loop.run(
+        [
+            *evaluating,
+            Metrics(session, manifest, arguments),
+            StepLine(arguments.steps),
+            Checkpoint(arguments.save),
+            *profile,
+        ]
+    )
 
 
 class Checkpoint(Listener):

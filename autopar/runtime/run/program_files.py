@@ -38,12 +38,15 @@ OF_A_PROGRAM = (
     "plan.json",
     "run.py",
     "user_ops.py",
+    "user_factories.py",
     "pipeline.py",
     "stages/*.py",
     "ranks/*.py",
     "buckets/*/*.py",
     "buckets/*/plan.json",
     "buckets/*/stages/*.py",
+    "entries/**/*.py",
+    "entries/**/plan.json",
 )
 MOST_SHOWN = 8
 _RECORD = record({"plan": text(), "precision": text(), "files": table(text(), text(64))})

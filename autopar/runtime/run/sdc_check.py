@@ -54,7 +54,7 @@ class Recomputing(Listener):
             return
         leaves, own = loop.program.leaves(batch), loop.program.own_rows
         if self._session.same_data is not None:
-            self._session.same_data.ahead(leaves, step, self._session.own_rows.readers if own else None)
+            self._session.same_data.ahead(leaves, step, self._session.taking(own).readers)
         recompute(self._session, leaves, step, self._machines, own)
 
 
@@ -161,7 +161,7 @@ def _equal_axes(session: Session) -> list[str]:
 
 def sums_of(session: Session, batch: Sequence[Tensor], axis: str, by: int, own_rows: bool = False) -> Sums:
     """Checksums of what a rank adds to gradients, in the first microbatch, in the place `by` before its own."""
-    taking = session.own_rows if own_rows else session.whole_batches
+    taking = session.taking(own_rows)
     place, leaves = taking.of(batch)
     form = session.forms[place]
     ((index, own),) = form.stages.items()

@@ -47,6 +47,8 @@ LEAST_BYTES = 1 << 16
 """Bytes of every tensor of a batch that are read even where a step leaves no time for them."""
 READ_BYTES_S = 2e9
 """Bytes that a checksum reads in a second, on slow machines."""
+Readers = tuple[int, ...] | None
+"""Whose rows a batch has: of every rank the number of the group that takes the same ones; None: the global batch."""
 BATCH = "taking"
 ROWS = "taking its rows of"
 NOBODY = -(1 << 40)
@@ -57,8 +59,8 @@ _DOING = row(text(), _COUNT, _COUNT, listed(integer(0, (1 << 32) - 1)), text())
 WHY_DATA = (
     "got another batch than the others; every rank is to read the same global batches in the same order: are the files the "
     "same on every machine, and is the order drawn from the same seed on every rank (generator= of the DataLoader, no "
-    'DistributedSampler, which gives each rank a part: load(rows="local") and run.py\'s data functions with a shard take parts)? '
-    "Or is its optimizer set otherwise, as by a rank that changes its own learning rate?"
+    'DistributedSampler, which gives each rank a part: load(rows="local") and run.py\'s data functions with a shard take parts), '
+    "and does every rank run the same entry? Or is its optimizer set otherwise, as by a rank that changes its own learning rate?"
 )
 
 
@@ -108,25 +110,27 @@ def steps_apart(cost_s: float, step_s: float) -> int:
 
 @dataclass(frozen=True)
 class _Read:
-    """Bytes of a batch on their way to the host."""
+    """Bytes of a batch on their way to the host. entry: the step that it is for; readers: as of `SameData.take`."""
 
     batch: Sequence[Tensor]
     parts: Arriving
+    entry: str
+    readers: Readers
 
     def folded(self, start: int) -> int:
         """The checksum of all up to this batch. Waits until it is there."""
-        return _folded(start, self.batch, self.parts.wait())
+        return _folded(zlib.crc32(self.entry.encode(), start), self.batch, self.parts.wait())
 
 
 @dataclass(frozen=True)
 class _Asked:
     """A comparison under way. own: what this rank said of itself; numbers: largest of all ranks' numbers, and of their
-    negatives; groups: the same of the checksums of groups of readers, where ranks are given their own rows."""
+    negatives; groups: the same of the checksums of groups of readers, where ranks were given their own rows."""
 
     what: str
     own: tuple[int, ...]
     numbers: Arriving
-    groups: Arriving | None = None
+    groups: Sequence[Arriving] = ()
 
     def answer(self) -> tuple[list[int], list[int]]:
         """Largest and least numbers of all ranks."""
@@ -134,10 +138,7 @@ class _Asked:
 
     def alike(self) -> bool:
         """Whether the checksums in every group of readers are the same."""
-        if self.groups is None:
-            return True
-        most, least = _extremes(self.groups)
-        return most == least
+        return all(most == least for most, least in map(_extremes, self.groups))
 
 
 class SameData:
@@ -154,21 +155,23 @@ class SameData:
         self._comm, self._every = comm, every
         self._late = not backend_of(comm.device).is_host if late is None else late
         self._step = 0
-        self.readers: Sequence[int] | None = None
+        self._given: Counter[Readers] = Counter()
+        """How many batches this rank was given by whose rows they have; `_checksums` is of each of these apart."""
         self._arriving: _Read | None = None
-        self._read, self._checksum = 0, 0
-        self._unsure: list[tuple[int, int]] = []
-        """Steps and checksums of the batches that were not found to be alike yet."""
+        self._read = 0
+        self._checksums: dict[Readers, int] = {None: 0}
+        self._unsure: list[tuple[int, int, Readers]] = []
+        """Steps and checksums of the batches that were not found to be alike yet, and whose rows they have."""
         self._asked: _Asked | None = None
         self._alike = 0
         self._ahead = False
         self._cost_s, self._most_bytes = 1e6, LEAST_BYTES
         self._compared, self._compared_at = 0, time.perf_counter()
 
-    def uncompared(self) -> tuple[int, int, int]:
-        """Batches so far, the checksum of all, and of how many it was compared."""
+    def uncompared(self) -> tuple[int, dict[Readers, int], int]:
+        """Batches so far, the checksums by whose rows they have, and how many were compared."""
         self._arrive()
-        return self.taken, self._checksum, self._alike
+        return self.taken, dict(self._checksums), self._alike
 
     def ahead(self, batch: Sequence[Tensor], step: int, readers: Sequence[int] | None = None) -> None:
         """Take a batch before its step does. Raises RankError."""
@@ -176,28 +179,35 @@ class SameData:
         self._ahead = True
 
     def take(
-        self, batch: Sequence[Tensor], step: int, readers: Sequence[int] | None = None, settings: Sequence[float] = ()
+        self,
+        batch: Sequence[Tensor],
+        step: int,
+        readers: Sequence[int] | None = None,
+        settings: Sequence[float] = (),
+        entry: str = "",
     ) -> None:
-        """This rank is given a batch for a step, and has its optimizer set to some numbers; compare where it is time to. readers:
-        of every rank the number of the group that takes the same rows, where ranks are given their own (None: all are given the
-        global batch). Raises RankError on every rank, naming those that were given another one."""
+        """This rank is given a batch for a step of an entry, and has its optimizer set to some numbers; compare where it is time
+        to. readers: of every rank the number of the group that takes the same rows, where ranks are given their own (None: all
+        are given the global batch). Raises RankError on every rank, naming those that were given another one."""
         if self._ahead:
             self._ahead = False
             return
         began = time.thread_time()
         self._arrive()
         self._answer()
-        self.taken, self._step, self.readers = self.taken + 1, step, readers
+        self.taken, self._step, rows = self.taken + 1, step, None if readers is None else tuple(readers)
+        self._given[rows] += 1
         if settings:
             batch = [*batch, torch.tensor(settings, dtype=torch.float64)]
-        at_once = self._every or self.taken <= FIRST
+        at_once = self._every or self._given[rows] <= FIRST
         due = at_once or self.taken - self._compared >= self.apart
         most_bytes = 1 << 62 if due else self._most_bytes
-        self._arriving = _Read(batch, Arriving([pieces(leaf, most_bytes, self.taken) for leaf in batch]))
+        self._arriving = _Read(batch, Arriving([pieces(leaf, most_bytes, self.taken) for leaf in batch]), entry, rows)
         if at_once or not self._arriving.parts.late:
             self._arrive()
         if due:
-            self._ask(BATCH if readers is None else ROWS, self._unsure[-1][0] if self._unsure else 0)
+            first = self._given[rows] <= FIRST
+            self._ask(BATCH if rows is None else ROWS, self._unsure[-1][0] if self._unsure else 0, first)
             if at_once or not self._late:
                 self._answer()
             self._cost_s = min(self._cost_s, time.thread_time() - began)
@@ -212,27 +222,28 @@ class SameData:
 
     def _arrive(self) -> None:
         if self._arriving is not None:
-            self._checksum = self._arriving.folded(self._checksum)
+            rows = self._arriving.readers
+            self._checksums[rows] = self._arriving.folded(self._checksums.get(rows, 0))
             self._read, self._arriving = self.taken, None
-            self._unsure.append((self._step, self._checksum))
+            self._unsure.append((self._step, self._checksums[rows], rows))
 
-    def _ask(self, what: str, step: int) -> None:
-        """Begin to compare."""
+    def _ask(self, what: str, step: int, first: bool = False) -> None:
+        """Begin to compare. first: a rank that is given other rows than this one may send another number of messages, so what all
+        say is looked at before there is a second one."""
         now = time.perf_counter()
         batches = self.taken - self._compared
         step_s = (now - self._compared_at) / batches if batches else 0.0
-        checksum = self._checksum if self.readers is None else 0
-        own = zlib.crc32(what.encode()), self._read, step, checksum
+        own = zlib.crc32(what.encode()), self._read, step, self._checksums[None]
         said = (*own, int(1e9 * self._cost_s), int(1e9 * step_s))
         numbers = torch.tensor([*said, *(-one for one in said)]).to(self._comm.device, non_blocking=True)
         self._comm.at(self._step, "comparing batches")
         self._comm.start_maximum(numbers, "the batches of all ranks")()
         asked = _Asked(what, own, Arriving([numbers]))
-        if self.readers is not None:
-            if self.taken <= FIRST:  # a rank that is given global batches sends no second message
-                self._agree(asked)
-            if len({*self.readers}) < len(self.readers):
-                asked = replace(asked, groups=self._of_groups(self.readers))
+        if first:
+            self._agree(asked)
+        shared = [rows for rows in self._checksums if rows is not None and len({*rows}) < len(rows)]
+        if shared:
+            asked = replace(asked, groups=[self._of_groups(rows) for rows in shared])
         self._asked, self._compared = asked, self.taken
         self._compared_at = now
 
@@ -259,10 +270,10 @@ class SameData:
             raise self._difference(asked.what, asked.own)
         return cost_ns, step_ns
 
-    def _of_groups(self, readers: Sequence[int]) -> Arriving:
+    def _of_groups(self, readers: tuple[int, ...]) -> Arriving:
         """Begin to compare the checksums inside every group of readers."""
         own = readers[self._comm.rank]
-        told = [self._checksum if group == own else NOBODY for group in range(max(readers) + 1)]
+        told = [self._checksums[readers] if group == own else NOBODY for group in range(max(readers) + 1)]
         numbers = torch.tensor([*told, *(-one if one != NOBODY else NOBODY for one in told)])
         numbers = numbers.to(self._comm.device, non_blocking=True)
         self._comm.start_maximum(numbers, "the rows of all ranks")()
@@ -270,8 +281,7 @@ class SameData:
 
     def _difference(self, what: str, own: tuple[int, ...]) -> RankError:
         """Who differs from whom, asked of all ranks."""
-        steps = [step for step, _ in self._unsure]
-        told: Any = (what, *own[1:3], [checksum for _, checksum in self._unsure], machine_name())
+        told: Any = (what, *own[1:3], [checksum for _, checksum, _ in self._unsure], machine_name())
         everyone = self._comm.share(told, _DOING)
         places = [f"{rank} ({machine})" for rank, (*_, machine) in enumerate(everyone)]
         doing = [(doing, batches, step) for doing, batches, step, _, _ in everyone]
@@ -285,10 +295,14 @@ class SameData:
                 "many of them, and to do the same after them",
                 odd,
             )
-        sums_at = [[sums[place] for *_, sums, _ in everyone] for place in range(len(steps))]
-        first, odd = next((i, odd) for i, sums in enumerate(sums_at) if (odd := odd_readers(sums, self.readers)))
+        sums_at = [[sums[place] for *_, sums, _ in everyone] for place in range(len(self._unsure))]
+        step, rows, odd = next(
+            (step, rows, odd)
+            for (step, _, rows), sums in zip(self._unsure, sums_at, strict=True)
+            if (odd := odd_readers(sums, rows))
+        )
         who = f"rank{'s' if len(odd) > 1 else ''} {', '.join(places[rank] for rank in odd[:8])}"
-        return RankError(f"step {steps[first]}: {who} {WHY_DATA if self.readers is None else WHY_ROWS}", odd)
+        return RankError(f"step {step}: {who} {WHY_DATA if rows is None else WHY_ROWS}", odd)
 
 
 def _in_words(what: str, batches: int, step: int) -> str:

@@ -13,7 +13,8 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,8 +25,7 @@ from ..comm.calls import Handle
 from ..comm.comm import Comm
 from ..comm.recorder import Recorder, recorded, spanned
 from ..compiled.inductor import compile_met, compiler_on
-from ..data.schema import integer
-from ..errors import RankError, RuntimeProgramError
+from ..errors import RuntimeProgramError
 from ..gradients.buckets import MIB
 from ..guards import Guards, InputLike
 from ..memory.tiers import Tiers
@@ -41,12 +41,14 @@ from ..update.update import Updater
 from ..update.update_rule import OptimizerFactory, UpdateRule, as_rule, check_sharded
 from .buffer_copies import BufferCopies
 from .cuda_graphs import Capture, CudaCapture, StepGraph, say_why, why_not
+from .entries import FIRST, EntryForms, EntryModules
+from .outputs import Outputs, arrived, full_outputs, local_outputs, start_loss, start_tell
 from .own_rows import Taking
 from .pending import NOT_IN_TIERS, Pending
-from .pipeline import Executor, join_microbatches, joined_shape
+from .pipeline import Executor
 from .ready import NextInputs
 from .rebalance import rebalancer
-from .same_data import SameData, odd_ranks
+from .same_data import SameData
 from .shape_variants import Form
 from .stage import Inputs, SliceReader
 from .state import State
@@ -62,7 +64,7 @@ class _Computed:
     loss: Handle[Tensor]
     borrowed: frozenset[str]
     counts: Tensor | None
-    outputs: Mapping[int, list[list[Any]]]
+    outputs: Outputs
 
 
 class Session(State):
@@ -81,6 +83,7 @@ class Session(State):
         tier_directory: str | os.PathLike[str] | None = None,
         buckets: Sequence[tuple[Any, Modules]] = (),
         pad: PadValues | None = None,
+        entries: Mapping[str, EntryModules] = MappingProxyType({}),
         options: RunOptions = DEFAULTS,
         compare: bool = False,
     ) -> None:
@@ -88,7 +91,8 @@ class Session(State):
         one); comm: of all ranks; update: how parameters follow from gradients, or an optimizer factory alone; dtype: hold
         every floating tensor in it instead of the tables'; tier_directory: for the files of what rests in "nvme"; buckets:
         pipeline and stages for batches of other shapes; pad: what inputs are padded with up to the next of these, by name;
-        options: those that the program was compiled with; compare: see that all ranks are given the same batches."""
+        entries: other steps over the same parameters; options: those that the program was compiled with; compare: see that all
+        ranks are given the same batches."""
         rule, self.options = as_rule(update), options
         options.set_in_torch()
         compiler = compiler_on(comm.device, options.compiler, options.cuda_graphs or options.rebalance)
@@ -107,12 +111,17 @@ class Session(State):
         tiers = Tiers(comm.device, tier_directory)
         self.guards = Guards()
         forms: list[Form] = []
-        for own in (self.pipeline, *(Pipeline(*bucket, dtype, compiler) for bucket in buckets)):
-            forms.append(Form(own, comm, seed, bucket_bytes, rule.compensated, tiers, self.guards, forms))
+        self.entries: dict[str, EntryForms] = {}
+        for name, modules in {FIRST: EntryModules(((pipeline, stages), *buckets), pad or {}), **entries}.items():
+            begun = len(forms)
+            for of_shape in modules.forms:
+                own = Pipeline(*of_shape, dtype, compiler) if forms else self.pipeline
+                forms.append(Form(own, comm, seed, bucket_bytes, rule.compensated, tiers, self.guards, forms))
+            self.entries[name] = EntryForms(forms[begun:], modules.pad, comm)
         self.forms, self._last = tuple(forms), forms[0]
-        self.whole_batches, self._pad = Taking(forms, pad), pad
         self.stages, self.shared = forms[0].stages, forms[0].shared
-        self.same_data = SameData(comm, every=len(forms) > 1) if compare and comm.world_size > 1 else None
+        several = any(len(entry.forms) > 1 for entry in self.entries.values())
+        self.same_data = SameData(comm, every=several) if compare and comm.world_size > 1 else None
         if comm.in_order:
             comm.barrier(site="start")  # NCCL makes its communicator when all ranks come together
         self.grads: dict[str, Tensor] = {}
@@ -120,7 +129,7 @@ class Session(State):
         self.pending = Pending()
         self.absent: frozenset[str] = frozenset()
         self.next_inputs = NextInputs(comm.device)
-        self.rebalancer = rebalancer(comm, self.forms) if options.rebalance else None
+        self.rebalancer = rebalancer(comm, self.entries[FIRST].forms) if options.rebalance else None
         self.opt_params = {n: p for stage in self.stages.values() for n, p in stage.opt_params.items()}
         self.updater = self._updater(rule)
         for one in self.updater.optimizers:
@@ -174,15 +183,15 @@ class Session(State):
         """The executor of the last step's form, at first of the first one."""
         return self._last.executor
 
-    @cached_property
-    def own_rows(self) -> Taking:
-        """How batches are taken that have this rank's rows alone. Raises RuntimeProgramError where there are no such."""
-        if self.rebalancer is not None:
+    def taking(self, own_rows: bool, entry: str = FIRST) -> Taking:
+        """How batches of an entry are taken. own_rows: they have this rank's rows alone. Raises RuntimeProgramError where there
+        are no such."""
+        if own_rows and self.rebalancer is not None:
             raise RuntimeProgramError(
                 "rows move between ranks (rebalance), so which ones a rank is to read changes while it reads ahead; give every "
                 "rank global batches, or compile and run without rebalance"
             )
-        return Taking(self.forms, self._pad, self.comm.rank)
+        return self.entries[entry].own_rows if own_rows else self.entries[entry].whole_batches
 
     @property
     def last_inputs(self) -> Sequence[InputLike]:
@@ -234,10 +243,6 @@ class Session(State):
             raise RuntimeProgramError("this program was compiled for inference; use forward()")
         if not update and self.updater.away:
             raise RuntimeProgramError(f"no update after this batch: {NOT_IN_TIERS}")
-        self.grads, self.extras = {}, None
-        self.updater.forget_gradients()
-        for stage in self._last.stages.values():
-            stage.rt.grads.forget()
         if self.buffer_copies is not None:
             self.buffer_copies.take()
         form, inputs = self._begin(batch, own_rows)
@@ -276,84 +281,66 @@ class Session(State):
             print(said, file=sys.stderr, flush=True)
         return loss.wait() if self.step_graph is None else loss.wait().clone()
 
-    def _full_extras(self, form: Form, runs: Mapping[int, list[list[Any]]]) -> Any:
-        """The extras of a step, full on every rank; None where loss_fn returned the loss alone. runs: as of
-        `_full_outputs`."""
+    def _full_extras(self, form: Form, outputs: Outputs) -> Any:
+        """The extras of a step, full on every rank; None where loss_fn returned the loss alone."""
         if (extras := form.pipeline.extras) is None:
             return None
-        given = self._full_outputs(form, runs, numbers_of(extras))
+        given = full_outputs(form, self.comm, outputs, numbers_of(extras))
         return filled(extras, {n: one if self.step_graph is None else one.clone() for n, one in given.items()})
 
+    def run_entry(
+        self, name: str, batch: Sequence[Tensor], *, own_rows: bool = False, update: bool = True
+    ) -> Tensor | list[Tensor | None]:
+        """A step of an entry on a batch, "" being the program's own: the loss of one that trains, else the outputs, full on every
+        rank. own_rows, update: as of `train_step`."""
+        if self.entry(name).training:
+            return self.train_step(batch, own_rows=own_rows, update=update)
+        return self.forward(batch, entry=name, own_rows=own_rows)
+
+    def entry(self, name: str) -> EntryForms:
+        """The forms of an entry. Raises RuntimeProgramError where there is none of that name."""
+        if name not in self.entries:
+            known = ", ".join(one for one in self.entries if one) or "none"
+            raise RuntimeProgramError(f"this program has no entry {name!r}; it has {known}")
+        return self.entries[name]
+
     @recorded
-    def forward(self, batch: Sequence[Tensor], *, local: bool = False, own_rows: bool = False) -> list[Tensor | None]:
-        """The outputs for a global batch: full tensors on every rank, or this rank's shards (None elsewhere). own_rows: as of
-        `train_step`."""
-        if self.training:
+    def forward(
+        self, batch: Sequence[Tensor], *, local: bool = False, own_rows: bool = False, entry: str = FIRST
+    ) -> list[Tensor | None]:
+        """The outputs for a global batch: full tensors on every rank, or this rank's shards (None elsewhere). entry: the step,
+        one without gradients; own_rows: as of `train_step`."""
+        if self.entry(entry).training:
             raise RuntimeProgramError("this program was compiled for training; use train_step()")
-        form, inputs = self._begin(batch, own_rows)
-        runs = form.executor.run(inputs)
-        results: list[Tensor | None]
-        if local:
-            results = [self._joined(form, runs, index, info, local) for index, info in form.pipeline.outputs()]
-        else:
-            results = list(self._full_outputs(form, runs).values())
+        form, inputs = self._begin(batch, own_rows, entry)
+        runs = arrived(form.executor.run(inputs))
+        results: Sequence[Tensor | None] = (
+            local_outputs(form, runs) if local else [*full_outputs(form, self.comm, runs).values()]
+        )
         self._end_step(advance=False)
-        return results
+        return list(results)
 
-    def _full_outputs(
-        self, form: Form, runs: Mapping[int, list[list[Any]]], numbers: Sequence[int] | None = None
-    ) -> dict[int, Tensor]:
-        """Outputs of the whole batch by number (all of them by default), on every rank. runs: the microbatches' of this rank's
-        stages."""
-        full: dict[int, Tensor] = {}
-        for index, info in form.pipeline.outputs():
-            if numbers is None or info.index in numbers:
-                joined = joined_shape(info, form.pipeline.microbatches)
-                full[info.index] = self._tell(index, self._joined(form, runs, index, info), joined, info)
-        return full
-
-    def _joined(
-        self, form: Form, runs: Mapping[int, list[list[Any]]], index: int, info: TensorInfo, local: bool = False
-    ) -> Tensor | None:
-        """An output of the whole batch from the stage that makes it; local: this rank's shards. None on other ranks."""
-        if index not in form.stages:
-            return None
-        place = form.pipeline.tables(index).outputs.index(info)
-        values = [outputs[place] for outputs in runs[index]]
-        values = [value.wait() if isinstance(value, Handle) else value for value in values]
-        if not local:
-            comm = form.stages[index].comm
-            values = [gather_full(v, info.spec, comm, f"output {info.name}", info.shape) for v in values]
-        return values[0] if len(values) == 1 else join_microbatches(values, *info.join)
-
-    def _begin(self, batch: Sequence[Tensor], own_rows: bool) -> tuple[Form, Inputs]:
-        """The form that is for a batch, and the inputs that it takes, before the actions of a step."""
-        taking = self.own_rows if own_rows else self.whole_batches
-        if self.rebalancer is not None:
+    def _begin(self, batch: Sequence[Tensor], own_rows: bool, entry: str = FIRST) -> tuple[Form, Inputs]:
+        """The form that is for a batch of an entry, and the inputs that it takes, before the actions of a step. Gradients of the
+        last step go, as this one needs their room."""
+        self.grads, self.extras = {}, None
+        self.updater.forget_gradients()
+        for stage in self._last.stages.values():
+            stage.rt.grads.forget()
+        if self.rebalancer is not None and entry == FIRST:
             self.rebalancer.begin_step()
+        taking = self.taking(own_rows, entry)
         if self.same_data is not None:
-            self.same_data.take(batch, self.rt.step + 1, taking.readers, self.updater.settings())
-        place, shaped = taking.of(batch)
-        if own_rows and len(self.forms) > 1:
-            self._agree_on_form(place)
-        form, rows = self.forms[place], taking.rows[place]
-        checked = self.guards.check_batch(shaped, taking.inputs[place], form.pipeline.ranges, form.pipeline.inputs)
-        inputs = self.next_inputs.of(batch, shaped, checked, rows)
+            self.same_data.take(batch, self.rt.step + 1, taking.readers, self.updater.settings(), entry)
+        taken = self.entries[entry].of(batch, taking, self.rt.step + 1)
+        form, like = taken.form, taking.inputs[taken.place]
+        checked = self.guards.check_batch(taken.inputs, like, form.pipeline.ranges, form.pipeline.inputs)
+        inputs = self.next_inputs.of(batch, taken.inputs, checked, taken.rows)
         for stage in form.stages.values():
             stage.rt.step, stage.rt.loss_scale = self.rt.step, self.updater.loss_scale
         self._last = form
         form.shared.before_step()
         return form, inputs
-
-    def _agree_on_form(self, place: int) -> None:
-        """See that ranks that were given their own rows run the same form. Raises RankError."""
-        places = self.comm.share(place, integer(0, len(self.forms)))
-        if odd := odd_ranks(places):
-            raise RankError(
-                f"step {self.rt.step + 1}: ranks {', '.join(map(str, odd[:8]))} were given rows of the shapes of another bucket "
-                "than the others; pad the rows of a global batch alike on all ranks, or give every rank global batches",
-                odd,
-            )
 
     def _compute(self, form: Form, inputs: Inputs) -> _Computed:
         """Forward and backward of a step, up to reduced gradients and the loss of the whole batch."""
@@ -370,8 +357,8 @@ class Session(State):
             and holds(info.shape, info.opt_spec, form.stages[index].comm)
         }
         borrowed = frozenset(name for stage in form.stages.values() for name in stage.rt.grads.borrowed)
-        given = {} if form.pipeline.extras is None else outputs
-        return _Computed(grads, self._start_loss(form, outputs), borrowed, form.absent.counts(outputs), given)
+        given = {} if form.pipeline.extras is None else arrived(outputs)
+        return _Computed(grads, start_loss(form, self.comm, outputs), borrowed, form.absent.counts(outputs), given)
 
     def _end_step(self, advance: bool = True) -> None:
         self._last.executor.finish()
@@ -383,18 +370,14 @@ class Session(State):
             compile_met(met)
         for rt in self.rts:
             rt.step += advance
-        if self.rebalancer is not None and (said := self.rebalancer.end_step(self.rt.step)) and self.comm.rank == 0:
+        own = self._last in self.entries[FIRST].forms
+        if (
+            own
+            and self.rebalancer is not None
+            and (said := self.rebalancer.end_step(self.rt.step))
+            and self.comm.rank == 0
+        ):
             print(said, file=sys.stderr, flush=True)
-
-    def _start_loss(self, form: Form, outputs: dict[int, list[list[Any]]]) -> Handle[Tensor]:
-        """The loss of the batch, which its microbatches' add up to, from the stage that has it to every rank."""
-        assert form.loss is not None
-        stage, info = form.loss
-        loss: Tensor | None = None
-        if stage in outputs:
-            losses = [values[0].wait() if isinstance(values[0], Handle) else values[0] for values in outputs[stage]]
-            loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-        return self._start_tell(stage, loss, info.shape, info)
 
     # ---- full tensors
 
@@ -413,6 +396,8 @@ class Session(State):
 
     def full_grads(self) -> dict[str, Tensor]:
         """The gradients of the last train_step, full, on every rank; nothing of parameters that have none."""
+        if not self._last.pipeline.training:
+            raise RuntimeProgramError("there are no gradients: the last step was one without")
         self.settle_tiers()
         gradients, absent = {}, self._last.absent.everywhere(self.absent & self.opt_params.keys())
         for stage in self.pipeline.stages:
@@ -438,16 +423,7 @@ class Session(State):
     # ---- small print
 
     def _tell(self, stage: int, value: Tensor | None, shape: tuple[int, ...], info: TensorInfo) -> Tensor:
-        return self._start_tell(stage, value, shape, info).wait()
-
-    def _start_tell(self, stage: int, value: Tensor | None, shape: tuple[int, ...], info: TensorInfo) -> Handle[Tensor]:
-        """A full tensor that the ranks of one stage have, on every rank."""
-        if self.pipeline.covers(stage):
-            return Handle(None, value)
-        if value is None:
-            value = torch.empty(shape, dtype=info.dtype, device=self.comm.device)
-        first = self.pipeline.meshes[stage][1]
-        return self.comm.start_broadcast(value, tuple(self.comm.mesh), first, site=f"{info.name} of stage {stage}")
+        return start_tell(self.pipeline, self.comm, stage, value, shape, info).wait()
 
     def _updater(self, rule: UpdateRule) -> Updater:
         """The updater of this rank's parameters; one of no parameters where the program is for inference."""

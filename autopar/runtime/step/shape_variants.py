@@ -1,8 +1,8 @@
-"""Forms: what a session runs, one for every bucket of shapes that the program was compiled for (shapes.py).
+"""Forms: what a session runs, looked up by entry, a step that the program was compiled for, and then by the shapes of a batch.
 
 A form is a pipeline with this rank's stages of it. All forms of a session store the same parameters on the same ranks in the
 same way: the first one owns these tensors, their optimizer's shards and the communicators, and the others compute with
-them. So a batch of another bucket costs no more than to look up its form.
+them. So a batch of another bucket (shapes.py), or of another entry, costs no more than to look up its form.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Form:
             assert own is not None
             owner = first.stages[index] if first is not None else None
             if owner is not None:
-                _check_stored_alike(tables, owner.tables, own, owner.comm)
+                _check_stored_alike(tables, owner.tables, own, owner.comm, pipeline.training)
             held = {info.name: value for form in earlier for info, value in form.stages[index].stored()}
             held = held if earlier else self._held(index)
             self.stages[index] = Stage(
@@ -88,11 +88,7 @@ class Form:
 
 def _check_alike(pipeline: Pipeline, first: Pipeline) -> None:
     """Raises RuntimeProgramError where a form has other stages on other ranks than the first one; their shares may differ."""
-    for what, own, other in (
-        ("meshes", _sizes(pipeline), _sizes(first)),
-        ("groups", pipeline.groups, first.groups),
-        ("training", pipeline.training, first.training),
-    ):
+    for what, own, other in (("meshes", _sizes(pipeline), _sizes(first)), ("groups", pipeline.groups, first.groups)):
         if own != other:
             raise RuntimeProgramError(
                 f"the forms of this program differ in their {what}: {own}, and {other} in the first; were its files mixed? Emit "
@@ -105,8 +101,8 @@ def _sizes(pipeline: Pipeline) -> list[tuple[dict[str, int], int]]:
     return [({axis: int(size) for axis, size in mesh.items()}, first) for mesh, first in pipeline.meshes]
 
 
-def _check_stored_alike(tables: StageTables, first: StageTables, comm: Comm, first_comm: Comm) -> None:
-    """Raises RuntimeProgramError where a form stores a parameter otherwise than the first one."""
+def _check_stored_alike(tables: StageTables, first: StageTables, comm: Comm, first_comm: Comm, training: bool) -> None:
+    """Raises RuntimeProgramError where a form stores a parameter otherwise than the first one, or trains others."""
     for name, info in tables.parameters.items():
         known = first.parameters.get(name)
         specs = () if known is None else (info.spec, info.opt_spec)
@@ -116,6 +112,6 @@ def _check_stored_alike(tables: StageTables, first: StageTables, comm: Comm, fir
                 f"stage {tables.index}: a form stores {name} as {info.stored_as}, the first one as "
                 f"{known and known.stored_as}; were its files mixed? Emit it again"
             )
-    if tables.gradients.keys() != first.gradients.keys():
+    if training and tables.gradients.keys() != first.gradients.keys():
         other = ", ".join(sorted(tables.gradients.keys() ^ first.gradients.keys()))
         raise RuntimeProgramError(f"stage {tables.index}: not every form makes a gradient of {other}; emit it again")

@@ -39,7 +39,9 @@ def held(spec: Spec, rank: int) -> Tensor:
 
 
 def test_there_are_steps_of_every_kind_but_those_of_runs_and_owners() -> None:
-    of_values = {k for k, row in STEP_KINDS.items() if not (row.table.of_block or row.table.of_runs or row.table.of_owner)}
+    of_values = {
+        k for k, row in STEP_KINDS.items() if not (row.table.of_block or row.table.of_runs or row.table.of_owner)
+    }
     assert {step.kind for _, step, _ in STEPS} == of_values
 
 

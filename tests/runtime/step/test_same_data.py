@@ -128,6 +128,41 @@ def test_batches_are_compared_before_state_is_read():
         on_threads(body)
 
 
+@pytest.mark.parametrize("odd", [None, 0, 4])
+def test_own_rows_and_global_batches_are_compared_apart(odd):
+    """Ranks 0 and 1 take the same rows; rank 2 has others, and at one step rank 1 does not read what rank 0 does."""
+
+    def body(same, rank):
+        for step in range(8):
+            rows = torch.full((4,), int(rank == 2))
+            rows = rows + 1 if step == odd and rank == 1 else rows
+            same.take(*((BATCH, step) if step % 3 == 2 else ([rows], step, (0, 0, 1))))
+        same.settle("saving", 8)
+        taken, checksums, alike = same.uncompared()
+        return taken, checksums[None], alike
+
+    if odd is None:
+        told = on_threads(body)
+        assert told == [told[0]] * 3
+        assert told[0][0] == told[0][2] == 8
+    else:
+        with pytest.raises(RankError, match=r"step \d: ranks? [01] .* got other rows") as error:
+            on_threads(body)
+        assert error.value.ranks in ((0,), (1,))
+
+
+@pytest.mark.parametrize("step", [0, 5])
+def test_settings_of_an_optimizer_are_part_of_a_batch(step):
+    def body(same, rank):
+        for n in range(8):
+            same.take(BATCH, n, None, [0.1 + (rank == 2 and n >= step)])
+        same.settle("saving", 8)
+
+    with pytest.raises(RankError, match="optimizer set otherwise") as error:
+        on_threads(body)
+    assert error.value.ranks == (2,)
+
+
 def test_a_rank_whose_data_ended_earlier_is_named():
     def body(same: SameData, rank: int) -> None:
         given(same, rank, odd_step=0, steps=5 if rank == 2 else 8, apart=1)
@@ -156,7 +191,7 @@ def test_a_session_compares_before_its_guards_see_a_batch(training):
     def rank(comm: Comm) -> None:
         session = Session(program.pipeline, program.modules, comm, compare=True)
         batch: list[Tensor] = [
-            torch.zeros(like.shape, dtype=like.dtypes[0]) for like in session.whole_batches.inputs[0]
+            torch.zeros(like.shape, dtype=like.dtypes[0]) for like in session.taking(False).inputs[0]
         ]
         batch = [leaf[:2] for leaf in batch] if comm.rank else batch
         session.train_step(batch) if training else session.forward(batch)

@@ -1,0 +1,138 @@
+"""Other programs for the parameters of a first one: of other shapes of batches (buckets), and of other steps (entries).
+
+The plan of the first program, for the largest of its batches, decides on which ranks and how every parameter is stored, and
+with it meshes and stages. Each other form is captured and planned by itself with these given: its own microbatches, shardings
+of values, recompute, messages and schedule. At run time all of them use one set of tensors
+(`autopar.runtime.step.shape_variants`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from autopar.capture.exported import Captured
+from autopar.errors import AutoparError, CaptureError
+from autopar.ir.memory_levers import offload_name
+from autopar.ir.program import Program
+from autopar.ir.setting import Setting
+from autopar.passes.search.layout import Layout, apart
+from autopar.program import ParallelProgram
+from autopar.request import Request
+
+Compile = Callable[[Request], ParallelProgram]
+"""Makes the program of a request for the parameters of a first one."""
+
+
+def with_forms(first: ParallelProgram, compile_form: Compile) -> ParallelProgram:
+    """The first program with those of its other shapes, and of its entries, beside it. compile_form: of a request that
+    `form_request` made."""
+    program = _with_buckets(first, first, first.request, compile_form)
+    entries = {}
+    for name, asked in first.request.entries.items():
+        try:
+            own = compile_form(form_request(first, asked, asked.inputs))
+            entries[name] = _with_buckets(first, own, asked, compile_form)
+        except AutoparError as error:
+            error.add_note(f"This is of entries[{name!r}], planned for how the program stores its parameters.")
+            raise
+        _check_buffers(first, entries[name])
+    timings = _added(program.timings, *(one.timings for one in entries.values()))
+    return replace(program, entries=entries, timings=timings)
+
+
+def form_request(first: ParallelProgram, asked: Request, inputs: Any) -> Request:
+    """The request for a program of the first one's parameters: its own plan on the same meshes. asked: the step; inputs: of a
+    bucket of it."""
+    given, stages = asked.options, first.plan.stages
+    options = replace(
+        given,
+        mesh=dict(stages[0].mesh.axes) if len(stages) == 1 else None,
+        strategy="auto",
+        pp=None,
+        chunks=None,
+        schedule="auto" if len(stages) == 1 else given.schedule,
+        stage_boundaries=None,
+        microbatches=None,
+        offload=offload_name(first.setting.offload),
+    )
+    request = replace(
+        asked,
+        cluster=first.request.cluster,
+        inputs=inputs,
+        options=options,
+        plan=None,
+        buckets=(),
+        pad_values={},
+        entries={},
+    )
+    if given.microbatches and request.batch % given.microbatches == 0:
+        return replace(request, options=replace(options, microbatches=given.microbatches))
+    return request
+
+
+def captured_for(first: ParallelProgram, request: Request) -> Captured:
+    """The capture that a form is planned of: calls that read parameters that lie otherwise have templates of their own, and
+    what no call reads is where the first program has it."""
+    captured = request.capture()
+    stored = {name: p for stage in first.plan.stages for name, p in stage.parameters.items()}
+    homes: dict[str, frozenset[int]] = {}
+    for stage in first.stages:
+        for name in (*stage.parameters, *stage.buffers):
+            homes[name] = homes.get(name, frozenset()) | {stage.index}
+    return captured._replace(program=replace(apart(captured.program, stored), homes=homes))
+
+
+def setting_for(first: ParallelProgram, own: Setting) -> Setting:
+    """A form's setting: the state of the first one's optimizer rests beside it."""
+    return replace(own, optimizer=first.setting.optimizer, kept=frozenset(first.ir.trained))
+
+
+def laid_out_as(first: ParallelProgram, request: Request, program: Program) -> Layout:
+    """Where the first program has the parameters that another form's is to compute with. Raises CaptureError where that has
+    others."""
+    compared = [("computes with", {*program.parameters}, {*first.ir.parameters})]
+    if not request.entry:
+        compared.append(("trains", {*program.trained}, {*first.ir.trained}))
+    for what, ours, theirs in compared:
+        if ours != theirs:
+            raise CaptureError(
+                f"each bucket of a program {what} the same parameters; this model {what} {', '.join(sorted(ours ^ theirs))} in "
+                "one of them alone: use all of them whatever the shapes are, or compile these shapes as programs of their own"
+            )
+    return Layout.of(first.plan, first.ir)
+
+
+def _with_buckets(
+    first: ParallelProgram, program: ParallelProgram, asked: Request, compile_form: Compile
+) -> ParallelProgram:
+    """The program of a step with those of its other shapes beside it."""
+    others = tuple(compile_form(form_request(first, asked, inputs)) for inputs in asked.buckets)
+    request = replace(program.request, buckets=asked.buckets, pad_values=asked.pad_values)
+    timings = _added(program.timings, *(one.timings for one in others))
+    return replace(program, request=request, buckets=others, timings=timings)
+
+
+def _check_buffers(first: ParallelProgram, entry: ParallelProgram) -> None:
+    """Raises CaptureError where a buffer that some step writes is in stages to which nobody would bring what another wrote."""
+    written = {*first.ir.buffer_updates}.union(*(form.ir.buffer_updates for form in entry.of_buckets))
+    for form in entry.of_buckets:
+        for name in sorted(written):
+            ours, theirs = (_holders(one, name) for one in (form, first))
+            writes = name in form.ir.buffer_updates and len(theirs) > 1
+            if not ours <= theirs <= ({*form.lowered.shared.get(name, ())} if writes else theirs):
+                raise CaptureError(
+                    f"entries[{entry.request.entry!r}] has the buffer {name}, which steps write, in stages {sorted(ours)}, and "
+                    f"the program's own step in {sorted(theirs)}; use Options(pp=1), or read it in the module that writes it"
+                )
+
+
+def _holders(program: ParallelProgram, name: str) -> set[int]:
+    """The stages that have a buffer."""
+    return {stage.index for stage in program.stages if name in stage.buffers}
+
+
+def _added(*timings: Any) -> dict[str, float]:
+    """Seconds by name, those of several programs together."""
+    return {name: sum(one[name] for one in timings) for name in timings[0]}
