@@ -30,11 +30,12 @@ from autopar.ops.grouped import grouped_mm
 from autopar.ops.scan import linear_scan
 from autopar.options import Options
 from autopar.plan import Plan
-from autopar.program import ParallelProgram, RunResult
+from autopar.program import ParallelProgram
 from autopar.program import ParallelProgram as Program
 from autopar.proof.check import Check, check
 from autopar.proof.random_plans import random_plan
 from autopar.proof.verify import Verification, verify
+from autopar.report.run_result import RunResult
 from autopar.runtime.errors import ExpertOverflow, GuardError
 from autopar.runtime.run.loaded import load
 from autopar.runtime.update.update_rule import ClipNorm, LossScaling, UpdateRule

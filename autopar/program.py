@@ -38,13 +38,14 @@ from autopar.passes.shard.evaluate import evaluate
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import Plan, check_plan, checked_plan
 from autopar.report import facts, report
-from autopar.report.candidates import ruled_out_stages, worth_measuring
+from autopar.report.candidates import ruled_out_stages, slower_cases, worth_measuring, worth_moving_to
 from autopar.report.predicted_vs_measured import Profile, predicted_vs_measured_text
+from autopar.report.run_result import RunResult
 from autopar.report.words import no_faster
 from autopar.request import Request, as_cluster
 from autopar.runtime.comm.recorder import Recorder, StepRecord
 from autopar.runtime.data.fields import to_data
-from autopar.runtime.data.schema import is_integer, shown
+from autopar.runtime.data.schema import is_integer, is_number, shown
 from autopar.runtime.errors import GuardError
 from autopar.runtime.guards import InputLike
 from autopar.runtime.program.shapes import Shapes
@@ -52,35 +53,7 @@ from autopar.runtime.step.session import Session
 
 T = TypeVar("T")
 Steps = tuple[StepRecord, ...]
-MOST_CANDIDATES = 16
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """Losses per step (training) or outputs per batch (inference), the final full state by the program's names, and what was
-    recorded, if that was asked for. saved: the state as the model's own state dict has it."""
-
-    losses: tuple[torch.Tensor, ...]
-    outputs: tuple[Any, ...]
-    state: dict[str, torch.Tensor] = field(repr=False, default_factory=dict)
-    profile: Profile | None = field(repr=False, default=None)
-    saved: dict[str, Any] = field(repr=False, default_factory=dict)
-
-    def _items(self) -> tuple[Any, ...]:
-        return self.losses or self.outputs
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._items())
-
-    def __len__(self) -> int:
-        return len(self._items())
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._items()[index]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Full parameters and buffers after training, with exactly the names that the model's own state dict has."""
-        return self.saved
+MOST_CANDIDATES, MOST_SLOWER = 16, 100.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +76,12 @@ class ParallelProgram(Compiled):
 
     @with_cpu_as_default
     def save(
-        self, directory: str | Path, *, candidates: int = 0, also: Sequence[int | ClusterSpec | str | Path] = ()
+        self,
+        directory: str | Path,
+        *,
+        candidates: int = 0,
+        also: Sequence[int | ClusterSpec | str | Path] = (),
+        slower: Sequence[float] = (),
     ) -> Path:
         """Write the program: plan.json, stages, run.py, the small runtime, launch scripts, and the model's weights.
 
@@ -111,8 +89,11 @@ class ParallelProgram(Compiled):
         anybody else is in the way nothing is touched. candidates: so many plans of other shapes that are predicted to come
         next are written beside it, for `autopar-tune` to measure; one with stages is among those to choose from. also: other
         numbers of ranks (of the same machines), or clusters, that the program is compiled for and written beside it: `run.py`
-        takes the plan for the number of ranks that it finds itself with, and steps are the same under each. Raises EmitError,
-        InputError, and what `compile` raises where there is no plan for one of them.
+        takes the plan for the number of ranks that it finds itself with, and steps are the same under each. slower: factors;
+        for each of them and each stage (each machine, where there is one stage alone) the program is compiled for the case that
+        this one takes so many times as long, and a plan that is faster then is written beside it: a run goes on under it, from
+        a save on, where it measures such speeds. Raises EmitError, InputError, and what `compile` raises where there is no plan
+        for one of the others.
         """
         if not isinstance(directory, str | Path) or not str(directory) or "\0" in str(directory):
             raise EmitError(f"save takes the path of a directory, not {shown(directory)}")
@@ -125,7 +106,8 @@ class ParallelProgram(Compiled):
         worlds = [self._on_cluster(cluster) for cluster in self._clusters(also)]
         for text in no_faster({one.cluster.size: one.predicted.step_time_s for one in (self, *worlds)}):
             warnings.warn(f"save(also=…): {text}", stacklevel=3)
-        return write_directory(self._contents, Path(directory), beside, [world._contents for world in worlds])
+        paced = [one._contents for one in self._where_slower(slower)]
+        return write_directory(self._contents, Path(directory), beside, [world._contents for world in worlds], paced)
 
     def _in_two_stages(self) -> Iterator[Alternative]:
         """The best plan in two stages, where a search ruled stages out."""
@@ -150,19 +132,55 @@ class ParallelProgram(Compiled):
         return clusters
 
     def _on_cluster(self, cluster: ClusterSpec) -> ParallelProgram:
-        """The same steps on another cluster. Where random numbers are drawn, or microbatches are batches of their own, these
-        depend on microbatches and order of the plan, so they stay. Raises InputError, and what `compile` raises."""
-        options, one = self.options, self.of_buckets
-        fixed = options.coupled != "refuse" or any(t.random for b in one for t in b.ir.templates.values())
-        microbatches, order = (
-            (self.plan.microbatches, self.plan.order) if fixed else (options.microbatches, options.order)
-        )
+        """The same steps on another cluster. Raises InputError, and what `compile` raises."""
         try:
-            other = self.compile_again(self.request.on_cluster(cluster, microbatches, order))
+            return self._same_steps(self.request.on_cluster(cluster, *self._kept_batches()))
         except AutoparError as error:
             error.add_note(f"This is of the program for {cluster.size} ranks, {cluster.name}, in save(also=…).")
             raise
-        for ours, theirs in zip(one, other.of_buckets, strict=True):
+
+    def _where_slower(self, factors: Sequence[float]) -> list[ParallelProgram]:
+        """The program under plans that are faster where a part of its ranks takes so many times as long. Raises InputError."""
+        if not isinstance(factors, (list, tuple)) or not all(
+            is_number(one, 1, MOST_SLOWER) and one > 1 for one in factors
+        ):
+            raise InputError(f"save: slower is a list of factors above 1, such as [1.5, 2, 3], not {shown(factors)}")
+        if factors and not (self.options.rebalance and self.training and self.plan.ranks == self.cluster.size):
+            raise InputError(
+                "save(slower=…) is for training programs compiled with Options(rebalance=True), whose plan leaves no rank idle "
+                "(Options.idle_ranks)"
+            )
+        kept = [self]
+        for cluster, slowness in slower_cases(self.request.cluster, self.plan, factors):
+            try:
+                found = self._same_steps(self.request.where_slower(cluster, *self._kept_batches())).plan
+            except AutoparError as error:
+                warnings.warn(f"save(slower=…): no plan for {cluster.name}: {error}", stacklevel=4)
+                continue
+            other = self.with_plan(found)
+            if worth_moving_to(self.plan, self.pipeline, other.plan, other.pipeline, slowness) and all(
+                (other.plan.stages, other.plan.placement) != (one.plan.stages, one.plan.placement) for one in kept
+            ):
+                kept.append(other)
+        return kept[1:]
+
+    @property
+    def _fixes_batches(self) -> bool:
+        """Whether losses depend on microbatches and order of the plan: where random numbers are drawn, or microbatches are
+        batches of their own."""
+        random = any(t.random for one in self.of_buckets for t in one.ir.templates.values())
+        return random or self.options.coupled != "refuse"
+
+    def _kept_batches(self) -> tuple[int | None, int | None]:
+        """Microbatches and order that another plan of the same steps is to have; None where it may have any."""
+        if self._fixes_batches:
+            return self.plan.microbatches, self.plan.order
+        return self.options.microbatches, self.options.order
+
+    def _same_steps(self, request: Request) -> ParallelProgram:
+        """The program of a request for the same steps. Raises InputError where they are others, and what `compile` raises."""
+        fixed, cluster, other = self._fixes_batches, request.cluster, self.compile_again(request)
+        for ours, theirs in zip(self.of_buckets, other.of_buckets, strict=True):
             if fixed and (ours.plan.microbatches, ours.plan.order) != (theirs.plan.microbatches, theirs.plan.order):
                 raise InputError(
                     f"save: on {cluster.size} ranks a batch of another shape would be cut into {theirs.plan.microbatches} "
@@ -364,7 +382,11 @@ def emit(
     checked = time.perf_counter()
     decision = _decision(task, best, candidates[1:])
     way = by_node(lowered, request.cluster, best.plan.placement)
-    moving = MovingRows(task.most_units(best.plan, decision.account), decision.account.busy_s)
+    counted, moving = decision.account, MovingRows()
+    if request.options.rebalance:
+        actions_s = tuple((one.seconds["F"], one.seconds["B"], one.seconds["W"]) for one in counted.stages)
+        room = task.most_units(best.plan, counted)
+        moving = MovingRows(room, counted.busy_s, counted.step_time_s, actions_s, counted.hand_over)
     emitted = _printed(lowered, captured.program, type(request.model).__name__, way, moving)
     timings = {**seconds, "lower_s": seconds["lower_s"] + checked - started, "emit_s": time.perf_counter() - checked}
     return ParallelProgram(request, captured, decision, emitted, timings, compile_again)

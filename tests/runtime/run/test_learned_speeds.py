@@ -87,8 +87,3 @@ def test_ranks_are_as_fast_as_their_machines_were():
     learned = {"a": (1.0, 2.0), "b": (4.0,)}
     assert slowness_of(learned, ["a", "b", "a"]) == [1.0, 4.0, 2.0]
     assert slowness_of(learned, ["a", "a", "a", "new"]) == [1.0, 2.0, 2.0, 2.0]
-
-
-def test_ranks_whose_rows_do_not_move_are_taken_to_be_usual():
-    learned = {"a": (1.0, 0.0), "b": (0.0,), "c": (3.0,)}
-    assert slowness_of(learned, ["a", "a", "b", "c"]) == [1.0, 2.0, 2.0, 3.0]

@@ -108,7 +108,7 @@ def test_stages_of_other_sizes_send_each_other_what_whoever_has_it_holds():
     def body(session: Session) -> list[float]:
         losses = []
         for step in range(STEPS):
-            for rows in rebalancer(session).rows if step % 2 else ():
+            for rows in [one for one in rebalancer(session).rows if step % 2 and one.axis]:
                 places = len(rows.units)
                 rows.set_units(uneven(sum(rows.units), places, step % places))
             losses.append(session.train_step(list(batch())).item())
