@@ -26,6 +26,8 @@ from .train_loop import Listener, Loop, tell
 
 LEARNED = "learned.json"
 KEPT_MOVES = 100
+LITTLE = 0.25
+"""The share of the most work that a rank has, with less than which it shows what a step costs beside it, and not its speed."""
 BySpeed = Mapping[str, Annotated[tuple[Seconds, ...], Length(most=MOST_RANKS)]]
 
 
@@ -44,23 +46,24 @@ class SharedRows:
 @dataclass(frozen=True)
 class PlanChange:
     """A save after which a run goes on under another plan. before, after: places of the plans, 0 for the program's own; before_s,
-    after_s: predicted seconds of a step under each at the measured speeds, those of the fastest rank as described; saved_s: that
-    the rest of the run takes less; cost_s: that starting again takes."""
+    after_s: expected seconds of a step under each at the measured speeds, those of the fastest rank as described; step_s:
+    measured of one before; saved_s: that the rest of the run takes less; cost_s: that starting again takes."""
 
     step: Count
     before: Count
     after: Count
     before_s: Seconds
     after_s: Seconds
+    step_s: Seconds
     saved_s: Seconds
     cost_s: Seconds
 
     def __str__(self) -> str:
         where = slower_folder(self.after) if self.after else "the program's own folder"
         return (
-            f"step {self.step}: the run goes on under the plan in {where}, as a step is predicted to take "
-            f"{self.after_s / self.before_s:.2f} of what it takes now; that saves {self.saved_s:.0f} s, and a start costs "
-            f"{self.cost_s:.0f} s"
+            f"step {self.step}: the run goes on under the plan in {where}, as a step is expected to take "
+            f"{self.after_s / self.before_s:.2f} of what it takes now ({self.step_s * 1e3:.1f} ms); that saves "
+            f"{self.saved_s:.0f} s, and a start costs {self.cost_s:.0f} s"
         )
 
 
@@ -109,15 +112,18 @@ class LearnedSpeeds(Listener):
 
     def __init__(self, root: Path, own: Rebalancer, machines: Sequence[str], loop: Loop) -> None:
         """machines: of all ranks, by rank."""
-        self._root, self._own, self._machines = root, own, machines
+        self._root, self._own = root, own
+        self._rank_of = loop.program.manifest.placement or tuple(range(len(machines)))
+        self._machines = [machines[rank] for rank in self._rank_of]
         comm = self._comm = loop.program.session.comm
         (data, *_) = comm.share(self._read() if comm.rank == 0 else None, optional(form_of(Learned).read))
         self._before = data.moves if data is not None else ()
-        self._changes = list(data.changes) if data is not None else []
+        self.changes = list(data.changes) if data is not None else []
         self._known = dict(data.machines) if data is not None else {}
-        if any(self._known.values()):
-            slowness = slowness_of(self._known, machines)
-            alone_s = [slowness[rank] * rows.predicted_s for rows in own.rows for rank in rows.ranks]
+        self._slowness = slowness_of(self._known, self._machines) if any(self._known.values()) else []
+        if self._slowness:
+            by_rank = dict(zip(self._rank_of, self._slowness, strict=True))
+            alone_s = [by_rank[rank] * rows.predicted_s for rows in own.rows for rank in rows.ranks]
             if said := own.consider(loop.step, alone_s, 1) or "\n".join(map(str, _shared(own))):
                 tell(comm, f"{said} ({LEARNED})")
         self._written = own.alone_s
@@ -132,13 +138,19 @@ class LearnedSpeeds(Listener):
                     self._write()
         return False
 
-    def times_under(self, place: int) -> int:
-        """How often the run began to go on under the plan in a place."""
-        return (place == 0) + sum(change.after == place for change in self._changes)
+    def slowness(self) -> list[float]:
+        """How many times as long as predicted the rank in every place takes: as ranks told last, or as it was known before of
+        those that have little to do now."""
+        told, work_s = self._own.slowness, self._own.work_s
+        found = [told[rank] for rank in self._rank_of]
+        if self._slowness:
+            little = [work_s[rank] < LITTLE * max(work_s) for rank in self._rank_of]
+            found = [was if few else now for now, was, few in zip(found, self._slowness, little, strict=True)]
+        return found
 
     def change_plan(self, change: PlanChange) -> None:
         """Write down that the next start goes on under another plan. All ranks call it alike."""
-        self._changes.append(change)
+        self.changes.append(change)
         if self._comm.rank == 0:
             with self._comm.excused(f"writing {LEARNED}"):
                 self._write()
@@ -153,11 +165,11 @@ class LearnedSpeeds(Listener):
 
     def _write(self) -> None:
         own, now = self._own, dict[str, list[float]]()
-        for name, slowness in zip(self._machines, own.slowness, strict=True):
+        for name, slowness in zip(self._machines, self.slowness(), strict=True):
             now.setdefault(name, []).append(slowness)
         machines = {**self._known, **{name: tuple(slowness) for name, slowness in now.items()}}
-        moves, plan = (*self._before, *own.moves)[-KEPT_MOVES:], self._changes[-1].after if self._changes else 0
-        data = Learned(_shared(own), machines, moves, plan, tuple(self._changes[-KEPT_MOVES:]))
+        moves, plan = (*self._before, *own.moves)[-KEPT_MOVES:], self.changes[-1].after if self.changes else 0
+        data = Learned(_shared(own), machines, moves, plan, tuple(self.changes[-KEPT_MOVES:]))
         try:
             replace_file(self._root / LEARNED, (json.dumps(to_data(data), indent=1) + "\n").encode())
         except OSError as error:

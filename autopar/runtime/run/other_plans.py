@@ -4,18 +4,21 @@
 has less to do. Stages, and what rests of them, cannot move in the middle of a step, but a checkpoint loads under any plan. So at
 a save all ranks compare the predicted seconds of every plan (`step/paced.py`) under the speeds that they told each other last:
 
-    saved    =  measured seconds of a step · (1 - predicted of the best plan / predicted of the present one) · steps that are left
-    moves    where the present plan  >  BETTER · the best  and  saved  >  MARGIN · seconds of a start,  IN_A_ROW times
+    expected =  measured seconds of a step · predicted of the other plan / predicted of the present one
+    saved    =  (measured seconds of a step - expected) · steps that are left
+    moves    where measured  >  BETTER · expected  and  saved  >  MARGIN · seconds of a start,  IN_A_ROW times
 
 The run then ends after that save, torchrun starts its workers again, and these take the plan that `learned.json` names. Losses
-are those of an undisturbed run, as they are under any plan. Where torchrun has no restart left, the next start takes that plan.
+are those of an undisturbed run, as they are under any plan. Where torchrun has too few restarts left, the next start takes
+that plan.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
@@ -31,8 +34,10 @@ from .stop import Stop
 from .train_loop import Done, Listener, Loop, tell
 
 MARGIN, IN_A_ROW = 2.0, 2
-MOST_TIMES = 2
-"""Times that a run goes on under each plan, as predictions that err about a stage would send it back and forth."""
+CHANGED = 1.3
+"""How many times as slow as it was, beside the fastest, a rank is at least for its speed to have changed."""
+KEPT_RESTARTS = 1
+"""Restarts of torchrun that are left to failures."""
 RESTART_S = 10.0
 """Seconds, beside those that this start took, in which torchrun starts workers again and these import what they need."""
 
@@ -52,13 +57,35 @@ def plan_of_run(manifest: Manifest, store: dist.Store, rank: int, root: Path) ->
     return manifest.under(place) if place else manifest
 
 
-def paying(seconds: Sequence[float], present: int, step_s: float, steps: int, cost_s: float) -> tuple[int, float]:
-    """The place of the plan that pays, the present one where none does, and the seconds that the steps which are left take less.
-    seconds: predicted of a step, by plan; step_s: measured; cost_s: of a start."""
-    best = min(range(len(seconds)), key=lambda k: (seconds[k], k != present))
-    saved_s = step_s * (1 - seconds[best] / seconds[present]) * steps
-    pays = seconds[present] > BETTER * seconds[best] and saved_s > MARGIN * cost_s
-    return (best, saved_s) if pays else (present, 0.0)
+@dataclass(frozen=True)
+class Costs:
+    """The costs of plans, as they are compared at a save. seconds: predicted of a step at the measured speeds, by plan; present:
+    the plan of the run; step_s: measured of a step; left: steps; start_s: of a start; tried: measured seconds of a step under
+    plans that the run left; changed: whether speeds did since the run goes on under the present one."""
+
+    seconds: Sequence[float]
+    present: int
+    step_s: float
+    left: int
+    start_s: float
+    tried: Mapping[int, float] = field(default_factory=dict)
+    changed: bool = True
+
+    def expected_s(self, place: int) -> float:
+        """Seconds of a step under a plan, in measured ones. A plan that the run left takes what it took, while speeds are the
+        same: predictions that err about a stage look like a slow rank, and would send a run back and forth."""
+        if place in self.tried and not self.changed:
+            return self.tried[place]
+        return self.step_s * self.seconds[place] / self.seconds[self.present]
+
+    def best(self) -> tuple[int, float]:
+        """The place of the plan that pays, the present one where none does, and the seconds that the steps which are left take
+        less under it."""
+        places = [place for place in range(len(self.seconds)) if place != self.present]
+        place = min(places, key=self.expected_s)
+        saved_s = (self.step_s - self.expected_s(place)) * self.left
+        pays = self.step_s > BETTER * self.expected_s(place) and saved_s > MARGIN * self.start_s
+        return (place, saved_s) if pays else (self.present, 0.0)
 
 
 class OtherPlans(Listener):
@@ -79,7 +106,7 @@ class OtherPlans(Listener):
         self._comm, self._own, self._learning, self._stop = program.session.comm, own, learning, stop
         self._start_s, self._next = start_s, self._present
         self._judged, self._in_a_row = own.alone_s, 0
-        self._seconds = list[float]()
+        self._seconds, self._first = list[float](), list[float]()
 
     def on_loss(self, loop: Loop, done: Done) -> bool:
         """Keep the seconds of a step; those of the first one belong to the start."""
@@ -97,19 +124,33 @@ class OtherPlans(Listener):
             listed(number(0, 1e9)),
         )
         del self._seconds[1:]
-        step_s, cost_s, restarts = told[0][0], told[0][1], min(restarts for *_, restarts in told)
-        slowness, place_of = self._own.slowness, self._places[self._present]
-        seconds = seconds_at(self._plans, self._places, [slowness[rank] for rank in place_of])
-        best, saved_s = paying(seconds, self._present, step_s, loop.steps - loop.step, cost_s)
+        step_s, start_s, restarts = told[0][0], told[0][1], min(restarts for *_, restarts in told)
+        slowness, tried = self._learning.slowness(), {one.before: one.step_s for one in self._learning.changes}
+        self._first = self._first or slowness
+        seconds, changed = seconds_at(self._plans, self._places, slowness), _differ(self._first, slowness)
+        costs = Costs(seconds, self._present, step_s, loop.steps - loop.step, start_s, tried, changed)
+        best, saved_s = costs.best()
         self._in_a_row = self._in_a_row + 1 if best != self._present else 0
-        if self._in_a_row < IN_A_ROW or best == self._next or self._learning.times_under(best) >= MOST_TIMES:
+        if self._in_a_row < IN_A_ROW or best == self._next:
             return
         self._next = best
-        change = PlanChange(loop.step, self._present, best, seconds[self._present], seconds[best], saved_s, cost_s)
+        expected_s = seconds[self._present] * costs.expected_s(best) / step_s
+        change = PlanChange(
+            loop.step, self._present, best, seconds[self._present], expected_s, step_s, saved_s, start_s
+        )
         self._learning.change_plan(change)
-        if restarts:
+        said = ""
+        if restarts > KEPT_RESTARTS:
             self._stop.why, loop.last = MOVED, loop.step
-        tell(self._comm, f"{change}{'' if restarts else '; the next start does so, as torchrun has no restart left'}")
+        else:
+            said = "; the next start does so, as torchrun has too few restarts left"
+        tell(self._comm, f"{change}{said}")
+
+
+def _differ(before: Sequence[float], now: Sequence[float]) -> bool:
+    """Whether a rank is another number of times as slow as the fastest one than it was before."""
+    then, today = ([slow / min(all_of) for slow in all_of] for all_of in (before, now))
+    return any(max(a / b, b / a) > CHANGED for a, b in zip(then, today, strict=True))
 
 
 def _restarts() -> int:

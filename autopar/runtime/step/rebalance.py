@@ -151,6 +151,13 @@ class Rebalancer:
         predicted_s = [rows.predicted_s for rows in self.rows for _ in rows.ranks]
         return tuple(s / predicted for s, predicted in zip(self.alone_s, predicted_s, strict=True) if self.alone_s)
 
+    @property
+    def work_s(self) -> tuple[float, ...]:
+        """Predicted seconds of a step for which each rank is busy."""
+        return tuple(
+            rows.predicted_s * rows.units_of(rank) / sum(rows.units) for rows in self.rows for rank in rows.ranks
+        )
+
     def begin_step(self) -> None:
         """A step begins."""
         if self._own_clock:

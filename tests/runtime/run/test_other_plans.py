@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from autopar.report.candidates import slower_cases
 from autopar.runtime.checkpoint.run_directory import RunDirectory
 from autopar.runtime.program.manifest import Manifest
 from autopar.runtime.run.learned_speeds import read_learned
-from autopar.runtime.run.other_plans import paying
+from autopar.runtime.run.other_plans import Costs
 from autopar.runtime.run.spares import START_AGAIN
 from tests.runtime.staged import run as run_ranks
 from tests.runtime.step.test_rebalance_stages import ROWS, WIDTH, compiled
@@ -81,10 +82,22 @@ def test_a_run_goes_on_under_another_plan_from_a_save_on(tmp_path, capsys, monke
 
 
 def test_a_plan_pays_where_what_is_left_saves_more_than_a_start_costs():
-    assert paying([3.0, 2.0, 1.5], 0, step_s=6.0, steps=100, cost_s=149.0) == (2, pytest.approx(300.0))
-    assert paying([3.0, 2.0, 1.5], 0, step_s=6.0, steps=100, cost_s=151.0) == (0, 0.0)
-    assert paying([3.0, 2.0, 1.5], 2, step_s=6.0, steps=100, cost_s=0.0) == (2, 0.0)
-    assert paying([1.04, 1.0], 0, step_s=6.0, steps=10**6, cost_s=1.0) == (0, 0.0)
+    costs = Costs([3.0, 2.0, 1.5], 0, step_s=6.0, left=100, start_s=149.0)
+    assert costs.best() == (2, pytest.approx(300.0))
+    assert replace(costs, start_s=151.0).best() == (0, 0.0)
+    assert replace(costs, left=99).best() == (0, 0.0)
+    assert replace(costs, present=2, start_s=0.0).best() == (2, 0.0)
+    assert Costs([1.04, 1.0], 0, step_s=6.0, left=10**6, start_s=1.0).best() == (0, 0.0)
+
+
+def test_a_plan_that_was_left_takes_what_it_took_until_speeds_change():
+    costs = Costs([1.0, 2.0], 1, step_s=4.0, left=1000, start_s=10.0, tried={0: 5.0}, changed=False)
+    assert costs.best() == (1, 0.0)
+    assert replace(costs, changed=True).best() == (0, pytest.approx(2000.0))
+    assert replace(costs, seconds=[2.0, 1.0], tried={0: 3.0}).best() == (
+        0,
+        pytest.approx(1000.0),
+    )  # the new one is worse
 
 
 def test_stages_or_machines_are_slower_one_at_a_time():
