@@ -153,11 +153,11 @@ class ParallelProgram(Compiled):
         kept = [self]
         for cluster, slowness in slower_cases(self.request.cluster, self.plan, factors):
             try:
-                found = self._same_steps(self.request.where_slower(cluster, *self._kept_batches())).plan
+                request = self.request.where_slower(cluster, *self._kept_batches())
+                other = self.with_plan(self._same_steps(request).plan)
             except AutoparError as error:
                 warnings.warn(f"save(slower=…): no plan for {cluster.name}: {error}", stacklevel=4)
                 continue
-            other = self.with_plan(found)
             if worth_moving_to(self.plan, self.pipeline, other.plan, other.pipeline, slowness) and all(
                 (other.plan.stages, other.plan.placement) != (one.plan.stages, one.plan.placement) for one in kept
             ):
