@@ -384,9 +384,12 @@ def emit(
     way = by_node(lowered, request.cluster, best.plan.placement)
     counted, moving = decision.account, MovingRows()
     if request.options.rebalance:
-        actions_s = tuple((one.seconds["F"], one.seconds["B"], one.seconds["W"]) for one in counted.stages)
+        actions_s = tuple(
+            (float(s["F"]), float(s["B"]), float(s["W"])) for s in (one.seconds for one in counted.stages)
+        )
+        sends_s = {link: float(s) for link, s in counted.hand_over.items()}
         room = task.most_units(best.plan, counted)
-        moving = MovingRows(room, counted.busy_s, counted.step_time_s, actions_s, counted.hand_over)
+        moving = MovingRows(room, tuple(map(float, counted.busy_s)), float(counted.step_time_s), actions_s, sends_s)
     emitted = _printed(lowered, captured.program, type(request.model).__name__, way, moving)
     timings = {**seconds, "lower_s": seconds["lower_s"] + checked - started, "emit_s": time.perf_counter() - checked}
     return ParallelProgram(request, captured, decision, emitted, timings, compile_again)

@@ -117,10 +117,11 @@ def test_stages_or_machines_are_slower_one_at_a_time():
     assert not list(slower_cases(cluster, compiled(4, mesh={"dp": 4}).plan, [2.0]))
 
 
-@pytest.mark.parametrize("slower", [[1.0], [0.5], 2.0, ["2"], [True]])
-def test_factors_that_are_none_are_refused(slower, tmp_path):
-    with pytest.raises(InputError, match="slower is a list of factors above 1"):
-        compiled(2, pp=2).save(tmp_path, slower=slower)
+def test_factors_that_are_none_are_refused(tmp_path):
+    program = compiled(2, pp=2)
+    for slower in ([1.0], [0.5], 2.0, ["2"], [True]):
+        with pytest.raises(InputError, match="slower is a list of factors above 1"):
+            program.save(tmp_path, slower=slower)
 
 
 def test_a_program_whose_speeds_nobody_measures_has_no_plans_for_slower_machines(tmp_path):

@@ -72,7 +72,7 @@ def uneven(units: int, places: int, most: int) -> list[int]:
         {"ranks": 4, "pp": 2, "schedule": "zb-h1", "tied": True},
         pytest.param({"ranks": 4, "pp": 2, "schedule": "zb-auto", "microbatches": 4}, marks=pytest.mark.slow),
         {"ranks": 4, "pp": 2, "chunks": 2, "schedule": "interleaved", "blocks": 4, "tied": True},
-        {"ranks": 4, "pp": 2, "schedule": "zb-v", "blocks": 4},
+        pytest.param({"ranks": 4, "pp": 2, "schedule": "zb-v", "blocks": 4}, marks=pytest.mark.slow),
         pytest.param({"ranks": 8, "pp": 2, "mesh": {"dp": 2, "tp": 2}, "tied": True}, marks=pytest.mark.slow),
     ],
     ids=str,
