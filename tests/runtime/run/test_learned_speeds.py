@@ -113,7 +113,7 @@ def batches():
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_rows_of_a_stage_move_and_the_next_start_begins_with_them(tmp_path):
-    program, out, run = compiled(4, pp=2, schedule="1f1b", tied=True), tmp_path / "out", tmp_path / "run"
+    program, out, run = compiled(4, pp=2, schedule="1f1b", strategy="dp", tied=True), tmp_path / "out", tmp_path / "run"
     program.save(out)
     (out / "data.py").write_text(STAGED)
     argv = ["--run-dir", run, "--backend", "gloo", "--data", f"{out / 'data.py'}:batches", "--save-every", 12]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,7 @@ from autopar.codegen.pipeline import pipeline_module
 from autopar.costmodel.simulate import makespan_s
 from autopar.runtime.comm.mesh import Shares
 from autopar.runtime.program.actions import parse_row
-from autopar.runtime.step.paced import PacedPlan
+from autopar.runtime.step.paced import PacedPlan, seconds_at
 from tests.runtime.step.test_rebalance_stages import compiled
 
 
@@ -48,3 +49,10 @@ def test_rows_of_a_group_are_taken_to_follow_its_speeds():
 
 def test_a_program_whose_rows_stay_says_nothing_of_seconds():
     assert PacedPlan.of(pipeline_module(compiled(2, pp=2, rebalance=False).pipeline)) is None
+
+
+def test_slow_places_are_the_ranks_that_each_plan_has_there():
+    plans = [two_stages({"dp": 1}, {"dp": 1})] * 2
+    lopsided = [replace(plan, actions_s=((1.0, 0.5, 0.5), (0.5, 0.25, 0.25))) for plan in plans]
+    straight, swapped = seconds_at(lopsided, [(0, 1), (1, 0)], [6.0, 2.0])
+    assert straight - swapped == pytest.approx(2.0)  # 3 · 2 + 1 and 2 + 3 · 1 seconds of actions
