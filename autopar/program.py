@@ -262,7 +262,8 @@ class ParallelProgram(Compiled):
         """Run every rank in this process from the model's weights.
 
         batches: an iterable of global batches (tuples or dicts like the example inputs). Training: `steps` optimizer
-        steps (default: one per batch), batches taken again from the first when they run out; losses come back.
+        steps (default: one per batch), batches taken again from the first when they run out; losses come back, and as outputs
+        what loss_fn gives beside them.
         Inference: one output per batch. profile: record what every rank does when (`beside` shows it).
         """
         if steps is not None and not is_integer(steps, 0, 1 << 53):

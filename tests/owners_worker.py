@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -51,7 +52,9 @@ def _root(x: torch.Tensor) -> torch.Tensor:
     return (vectors * values**-0.25) @ vectors.T
 
 
-OPTIMIZERS: dict[str, Callable[..., Any]] = {"muon": muon, "adafactor": torch.optim.Adafactor, "shampoo": Shampoo}
+# A gradient that is zero but for rounding, as of biases of keys, is not to be scaled up to a step of its own.
+ADAFACTOR = functools.partial(torch.optim.Adafactor, eps=(1e-6, 1e-3))
+OPTIMIZERS: dict[str, Callable[..., Any]] = {"muon": muon, "adafactor": ADAFACTOR, "shampoo": Shampoo}
 
 
 class Deep(nn.Module):

@@ -11,6 +11,7 @@ from torch import nn
 
 import autopar
 from autopar.runtime.comm.mesh import Shares
+from autopar.runtime.errors import RankError, RuntimeProgramError
 
 ROWS = 24
 
@@ -40,7 +41,7 @@ def program_of(case: str):
     return words(ranks, **options)
 
 
-def words(ranks: int, **options):
+def words(ranks: int, buckets: dict[str, dict[int, tuple[int, ...]]] | None = None, **options):
     torch.manual_seed(0)
     return autopar.compile(
         Words().double(),
@@ -48,6 +49,7 @@ def words(ranks: int, **options):
         batches(1)[0],
         optimizer=functools.partial(torch.optim.SGD, lr=0.1),
         options=autopar.Options(**options),
+        buckets=buckets,
     )
 
 
@@ -82,6 +84,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("case", CASES)
 def test_own_rows_train_as_global_batches_do(case):
     program = program_of(case)
@@ -111,3 +114,33 @@ def test_rows_follow_shares_microbatches_and_stages():
     assert stages[1] == ([4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23], ("ids",), (1,))
     assert stages[3] == (stages[1][0], ("labels",), (3,))
     assert rows_of("three stages")[1] == ([], (), ())
+
+
+def test_an_odd_last_batch_is_a_bucket_of_which_every_rank_takes_its_rows():
+    program = words(2, {"ids": {0: (24, 6)}, "labels": {0: (24, 6)}}, mesh={"dp": 2}, strategy="dp")
+    shards = [program.local_rows(rank) for rank in range(2)]
+    sizes = [[*map(len, shard.sampler(54, drop_last=False))] for shard in shards]
+    assert sizes == [[12, 12, 3]] * 2
+    given = [*batches(2), *batches(1, rows=6)]
+
+    def body(session):
+        rows = shards[session.comm.rank]
+        own = [[leaf[rows.indices] for leaf in batch.values()] for batch in given[:2]]
+        own.append([x[slice(*rows.buckets[6][0])] for x in given[2].values()])
+        return [session.train_step(leaves, own_rows=True).item() for leaves in own]
+
+    wanted = [loss.item() for loss in program.run(given).losses]
+    for said in program.on_ranks(body):
+        assert said == pytest.approx(wanted, rel=1e-9)
+
+    def apart(session):
+        session.train_step([x[: 12 if session.comm.rank else 3] for x in given[0].values()], own_rows=True)
+
+    with pytest.raises(RankError, match="ranks 1 were given rows of the shapes of another bucket"):
+        program.on_ranks(apart)
+
+
+def test_rows_that_move_are_given_as_global_batches():
+    program = words(2, mesh={"dp": 2}, strategy="dp", rebalance=True)
+    with pytest.raises(RuntimeProgramError, match="rows move between ranks"):
+        program.on_ranks(lambda session: session.train_step([], own_rows=True))

@@ -23,7 +23,8 @@ class Exported:
     """`kinds[placeholder]` = ("param" | "buffer" | "constant" | "input", name or index). known_blocks: modules that were
     traced by another forward than their own, in words; sometimes: which of their tensors have a gradient in some steps only, by
     the modules' numbers. no_loss: what the model returned, where it is for inference. extras: of outputs after the loss, which
-    loss_fn gave beside it; output_structure is then theirs."""
+    loss_fn gave beside it; output_structure is then theirs. loss_path: where the loss was found among other outputs, such as
+    `out[1]`."""
 
     graph: fx.Graph
     kinds: dict[str, tuple[str, Any]]
@@ -41,6 +42,7 @@ class Exported:
     sometimes: Mapping[int, Sometimes] = field(default_factory=dict)
     no_loss: NoLoss | None = None
     extras: int = 0
+    loss_path: str = ""
 
 
 class Captured(NamedTuple):

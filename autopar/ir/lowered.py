@@ -101,7 +101,8 @@ class StoredParameter:
 @dataclass(frozen=True)
 class Row:
     """An input or output of a stage: index among the program's, type of one microbatch; of an input the batch dim (None: it
-    has none) and the axes over whose ranks its rows are shared, of an output what becomes of its microbatches' values."""
+    has none) and the axes over whose ranks its rows are shared, of an output what becomes of its microbatches' values. extra: of
+    an output of a training step that it gives beside its loss, from which it stays until the step is over."""
 
     index: int
     name: str
@@ -110,6 +111,7 @@ class Row:
     batch_dim: int | None = None
     join: Join = field(default_factory=lambda: Join("same"))
     row_axes: tuple[str, ...] = ()
+    extra: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from autopar.errors import ShardingError
-from autopar.runtime.comm.mesh import Shares, cut
+from autopar.runtime.comm.mesh import Shares, cut, interval
 from autopar.runtime.data.fields import Form, Identifier, Pairs, kept
 from autopar.runtime.data.schema import MOST_RANKS, inside, integer, is_identifier, listed, must_be, shown
 
@@ -64,6 +64,26 @@ class Extent(int):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Extent, (int(self), *self.told)
+
+
+class Seen(Shares):
+    """Shares of an axis as the rank `at` along it sees them: extents are as numbers those of its own blocks."""
+
+    at: int
+
+    def __new__(cls, shares: Shares, at: int) -> Seen:
+        seen = cast("Seen", super().__new__(cls, *shares.units))
+        seen.at = at
+        return seen
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Seen) and (self.units, self.at) == (other.units, other.at)
+
+    def __hash__(self) -> int:
+        return hash((self.units, self.at))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Seen, (Shares(*self.units), self.at)
 
 
 @lru_cache(maxsize=65536)
@@ -164,6 +184,9 @@ class Mesh:
     def extent(self, size: int, axes: tuple[str, ...]) -> int | None:
         """The length of a rank's block of a dim over axes; None where it does not divide."""
         lengths = self.blocks(size, axes)
+        if isinstance(lengths, tuple) and self._seen_at:
+            own = interval(size, axes, self.sizes, dict.fromkeys(axes, 0) | self._seen_at)
+            return Extent(own[1] - own[0], size, axes) if own is not None else None
         if isinstance(lengths, tuple):
             longest, shortest = max(lengths), min(lengths)
             return Extent(min(shortest, max(longest - 1, 1)) if self._seen_by_least else longest, size, axes)
@@ -184,6 +207,21 @@ class Mesh:
     @cached_property
     def _seen_by_least(self) -> bool:
         return False
+
+    def seen_by(self, rank: int) -> Mesh:
+        """The same mesh, whose extents are as numbers those of a rank's own blocks."""
+        where = self.coordinate(rank)
+        axes = ((axis, Seen(n, where[axis]) if isinstance(n, Shares) else n) for axis, n in self.axes)
+        return Mesh(tuple(axes), self.offset)
+
+    @cached_property
+    def _seen_at(self) -> dict[str, int]:
+        return {axis: size.at for axis, size in self.axes if isinstance(size, Seen)}
+
+    def units(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """The units that a rank holds along every axis that is cut by shares, by list."""
+        where = self.coordinate(rank)
+        return tuple(tuple(one[where[axis]] for one in n.units) for axis, n in self.axes if isinstance(n, Shares))
 
     def share_of_longest(self, rank: int) -> float:
         """How much a rank holds of what the rank with the longest blocks does, by the first list of units of every axis."""

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from autopar.capture.examples.trees import flatten
-from autopar.capture.export.export import loss_and_extras, split_inputs
+from autopar.capture.export.export import split_inputs
 from autopar.capture.known.promoted import cast
+from autopar.capture.while_traced.scalar_outputs import loss_and_extras
 from autopar.program import ParallelProgram
 from autopar.proof.casts import cast_model, map_tensors, promoted
 from autopar.proof.compare import Values, nudged

@@ -106,6 +106,8 @@ def report(program: Compiled) -> str:
         lines.append(f"the search was ended before it had looked at all {', '.join(solver.left_out)}")
     if solver.unknown_ops:
         lines.append(f"ops without a rule, run whole on every rank: {', '.join(solver.unknown_ops)}")
+    if path := program.captured.exported.loss_path:
+        lines.append(f"trained on {path}, the only scalar with a gradient that the model returns")
     for known in program.captured.exported.known_blocks:
         lines.append(f"{known}: traced by a forward that was proven to give its values and gradients in float64")
     for op, rule in solver.discovered_rules.items():
@@ -277,15 +279,16 @@ def _failures(program: Compiled) -> list[str]:
 
 def _beside_tensors(program: Compiled) -> list[str]:
     """The line about what a process takes of its device beside tensors, on the rank that takes most; none on CPUs."""
-    groups = zip(program.lowered.graph.groups, program.account.peaks, strict=True)
+    counted, cluster = program.account, program.cluster
     taken: list[tuple[float, dict[str, float], float]] = []
-    for group, peak in groups:
+    for group, peak, on_kinds in zip(program.lowered.graph.groups, counted.peaks, counted.peaks_on_kinds, strict=True):
         mesh = program.plan.stages[group[0]].mesh
-        device = program.cluster.pace(mesh.offset, mesh.size)
-        rows = process_bytes(program.cluster, dict(mesh.axes), device)
-        rows |= {"gaps of the allocator": fragmentation(device) * peak} if rows else {}
-        taken.append((peak + sum(rows.values()), rows, device.memory_bytes))
-    nbytes, rows, had = max(taken, key=lambda one: one[0])
+        kinds = [(cluster.device(rank), nbytes) for rank, nbytes in on_kinds.items()]
+        for device, nbytes in kinds or [(cluster.pace(mesh.offset, mesh.size), peak)]:
+            rows = process_bytes(cluster, dict(mesh.axes), device)
+            rows |= {"gaps of the allocator": fragmentation(device) * nbytes} if rows else {}
+            taken.append((nbytes + sum(rows.values()), rows, device.memory_bytes))
+    nbytes, rows, had = max(taken, key=lambda one: one[0] / one[2])
     causes = ", ".join(f"{cause} {size_text(n)}" for cause, n in rows.items() if n >= 0.5)
     return [f"  with {causes}: {size_text(nbytes)} of {size_text(had)}"] if rows else []
 

@@ -9,7 +9,14 @@ from typing import Annotated
 
 from autopar.ir.lines import Compute, Convert, Function, Line
 from autopar.ir.lowered import LoweredStage
-from autopar.passes.price.lines import Message, gradient_messages, line_costs, regather_messages, sent_times
+from autopar.passes.price.lines import (
+    Message,
+    extra_messages,
+    gradient_messages,
+    line_costs,
+    regather_messages,
+    sent_times,
+)
 from autopar.passes.price.pricer import Pricer
 from autopar.runtime.data.fields import Bytes, Paragraph, Seconds
 from autopar.runtime.data.schema import integer
@@ -54,6 +61,7 @@ def _messages(stage: LoweredStage, pricer: Pricer) -> Iterator[tuple[Message, in
         for action, function in zip("FBW", (template.forward, template.backward, template.weights), strict=True):
             yield from ((message, calls[name, action] * m) for _, message in sent(function, name))
     yield from ((message, m) for line, message in between if isinstance(line, (Convert, Compute)))
+    yield from extra_messages(stage)
     for p in stage.parameters.values():
         if p.contributions:
             yield from ((message, sent_times(p, stage)) for message in gradient_messages(p, stage.mesh))

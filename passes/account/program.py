@@ -80,6 +80,22 @@ class Account:
         return group_peaks(self.graph, self.table, [s.memory for s in self.stages])
 
     @cached_property
+    def peaks_on_kinds(self) -> tuple[dict[int, float], ...]:
+        """Bytes of a rank of every kind of device and size of blocks of every group, by rank; none where kinds or sizes are
+        alike, or the stages of the group cut different blocks."""
+        on_kinds = [dict(s.counted_on_kinds()) for s in self.stages]
+        longest = [s.memory for s in self.stages]
+        peaks: list[dict[int, float]] = []
+        for g, group in enumerate(self.graph.groups):
+            ranks = on_kinds[group[0]].keys()
+            alike = all(on_kinds[s].keys() == ranks for s in group)
+            peaks.append({})
+            for rank in ranks if alike else ():
+                stages = [on_kinds[s][rank] if s in group else memory for s, memory in enumerate(longest)]
+                peaks[g][rank] = group_peaks(self.graph, self.table, stages)[g]
+        return tuple(peaks)
+
+    @cached_property
     def tier_peaks(self) -> tuple[dict[str, float], ...]:
         """Bytes in memory tiers of a rank of every group, by tier."""
         return tier_peaks(self.graph, self.table, [s.memory for s in self.stages])
@@ -139,7 +155,8 @@ def stage_costs(
         if id(stage.forward) not in by_function:
             priced = account_stage(stage, plan, templates, pricers[stage.mesh], setting, rules)
             by_function[id(stage.forward)] = priced
-    stages = tuple(by_function[id(stage.forward)] for stage in lowered.stages)
+    told_s = told_seconds(lowered, pricers)
+    stages = tuple(by_function[id(stage.forward)].with_rest(told_s) for stage in lowered.stages)
     return Account(
         stages,
         (),
@@ -162,13 +179,28 @@ def as_lowered(costs: Account, lowered: LoweredProgram, pricers: Pricers) -> Acc
         for counted, stage in zip(costs.stages, lowered.stages, strict=True)
     )
     account = replace(costs, stages=stages)
-    vars(account).update(step=costs.step, peaks=costs.peaks)  # whatever the names are
+    vars(account).update(
+        step=costs.step, peaks=costs.peaks, peaks_on_kinds=costs.peaks_on_kinds
+    )  # whatever the names are
     return account
 
 
 def under(costs: Account, table: Table) -> Account:
     """The account of stages that cost so much under a table of actions."""
     return replace(costs, table=table)
+
+
+def told_seconds(lowered: LoweredProgram, pricers: Pricers) -> float:
+    """Seconds in which what the step gives beside its loss goes from the stages that make it to all ranks, once it is over."""
+    seconds = 0.0
+    for stage in lowered.stages:
+        group = lowered.graph.group_of[stage.index]
+        others = [one.mesh for one in lowered.stages if lowered.graph.group_of[one.index] != group]
+        for row in stage.outputs if others else ():
+            if row.extra:
+                nbytes = float(row.type.nbytes * (stage.microbatches if row.join.how == "cat" else 1))
+                seconds += max(pricers.hand_over_s(nbytes, stage.mesh, mesh) for mesh in others)
+    return seconds
 
 
 def hand_over(lowered: LoweredProgram, pricers: Pricers) -> dict[tuple[int, int], float]:

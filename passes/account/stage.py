@@ -6,10 +6,11 @@ The bill is `passes.price.bills`' of the stage's lines and what memory tiers add
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, TypeVar
 
+from autopar.cluster import ClusterSpec
 from autopar.costmodel.bill import StageBill, call_seconds, exposed_parameters_s, stage_seconds
 from autopar.ir.lowered import LoweredStage
 from autopar.ir.mesh import Mesh
@@ -53,6 +54,7 @@ class StageAccount:
     included; step_s: what a step of this stage alone adds to its actions; moves: what goes to memory tiers and back per step.
 
     Seconds say which plans are worth a look at their bytes, so bytes are counted, and collectives listed, when asked for.
+    counted_on_kinds: where devices of several kinds have blocks of unequal size, the bytes of a rank of every kind and size.
     """
 
     bill: StageBill
@@ -61,6 +63,13 @@ class StageAccount:
     counted: Later[StageMemory]
     listed: Later[tuple[Collective, ...]]
     moves: tuple[TierMove, ...] = ()
+    counted_on_kinds: Later[tuple[tuple[int, StageMemory], ...]] = field(default_factory=lambda: Later(tuple))
+
+    def with_rest(self, seconds: float) -> StageAccount:
+        """The same with so many more seconds once a step."""
+        if not seconds:
+            return self
+        return replace(self, bill=replace(self.bill, rest_s=self.bill.rest_s + seconds), step_s=self.step_s + seconds)
 
     @property
     def memory(self) -> StageMemory:
@@ -115,7 +124,29 @@ def account_stage(
         Later(partial(stage_memory, stage, setting, probe)),
         Later(partial(stage_collectives, stage, pricer)),
         tuple(moves),
+        Later(partial(_on_kinds, stage, setting, pricer)),
     )
+
+
+def _on_kinds(stage: LoweredStage, setting: Setting, pricer: Pricer) -> tuple[tuple[int, StageMemory], ...]:
+    """The bytes of a rank of every kind of device and size of blocks, with the rank, where both differ."""
+    ranks = representatives(stage.mesh, pricer.cluster)
+    found = []
+    for rank in ranks:
+        seen = stage.mesh.seen_by(rank)
+        probe = pricer.memo[Probe](Mesh(seen.axes), pricer.device.runs_as)
+        found.append((rank, stage_memory(replace(stage, mesh=seen), setting, probe)))
+    return tuple(found)
+
+
+def representatives(mesh: Mesh, cluster: ClusterSpec) -> tuple[int, ...]:
+    """A rank of every kind of device and size of blocks of a mesh; none where kinds or sizes are alike."""
+    if cluster.homogeneous_devices or not mesh.uneven:
+        return ()
+    ranks = {
+        (cluster.device(rank), mesh.units(rank)): rank for rank in reversed(range(mesh.offset, mesh.offset + mesh.size))
+    }
+    return tuple(sorted(ranks.values())) if len({device for device, _ in ranks}) > 1 else ()
 
 
 def _with_tiers(

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
+import torch
 from torch import fx
 
 from autopar.errors import CoupledError
@@ -347,13 +348,13 @@ def _shows(node: fx.Node) -> bool:
 
 def _more_linear(call: OpCall) -> Iterator[frozenset[int]]:
     """Operands in which an op is linear although ranks are not offered it: what its definition says, and of the backward of
-    another op the gradient that comes in."""
+    another op the gradient that comes in. Counts that become fractions are among them."""
     definition = find(call.op)
     groups = [{arg.index} for name in COTANGENTS if isinstance(arg := call.get(name), Operand)]
     if definition is not None and definition.linear is not None:
         groups += definition.linear(call)
     if all(t is None or t.is_float for t in call.results):
-        yield from (frozenset(group) for group in groups if all(call.operands[k].is_float for k in group))
+        yield from (frozenset(group) for group in groups if all(call.operands[k].dtype != torch.bool for k in group))
 
 
 def _affine(call: OpCall) -> str | None:

@@ -79,6 +79,7 @@ class Forward(Builder):
                 self.program.type_of(ref),
                 spec,
                 join=microbatched.outputs[index] if microbatched else Join("same"),
+                extra=self.program.training and self.program.gives(index),
             )
             for index, (name, spec), ref in zip(
                 self.program.output_numbers, self.outputs, self.program.outputs, strict=True

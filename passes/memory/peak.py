@@ -34,7 +34,8 @@ class Moment:
     `peak` counts what the same microbatch held before; `after` is what that microbatch holds afterwards; `sums` what the
     gradient store holds more then. received: bytes that must be there before; sent: on their way after. parked: what the
     microbatch has in memory tiers afterwards; sums_parked: what the gradient store has there more then; parked_peak: the most
-    that the microbatch has there, with what the store has more, while it runs.
+    that the microbatch has there, with what the store has more, while it runs. given: outputs that stay from then on until the
+    step is over.
     """
 
     peak: float
@@ -45,6 +46,7 @@ class Moment:
     parked: dict[str, int] = field(default_factory=dict)
     sums_parked: dict[str, int] = field(default_factory=dict)
     parked_peak: dict[str, int] = field(default_factory=dict)
+    given: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,10 @@ class StageMemory:
     last: of a stage's first and last action of a kind, where gradients begin or end. step: the most beside what rests
     when gradients are finished, parameters updated and gathered. tiers: bytes by kind that are always in a memory tier,
     per tier; gradients: bytes of gradients there when the step ends; copied: bytes of gradients that there are more from the time
-    when they are changed, each in a tensor of its own. runs_ahead: the host starts actions long before the device runs them, so
-    that what was sent stays until the host has waited for it."""
+    when they are changed, each in a tensor of its own. ended: bytes of gradients that there are when the step is
+    over; gathered: bytes of what it gives beside its loss while that is put together then, on every rank of all stages.
+    runs_ahead: the host starts actions long before the device runs them, so that what was sent stays until the host has waited
+    for it."""
 
     resting: dict[str, float]
     actions: dict[str, Moment]
@@ -64,6 +68,8 @@ class StageMemory:
     tiers: dict[str, dict[str, float]] = field(default_factory=dict)
     gradients: dict[str, int] = field(default_factory=dict)
     copied: float = 0.0
+    ended: float = 0.0
+    gathered: float = 0.0
     runs_ahead: bool = False
 
     @property
@@ -90,7 +96,21 @@ def stage_memory(stage: LoweredStage, setting: Setting, probe: Probe | None = No
     top = max(step.reduced.top, step.copied.top, step.copied.held + _update_peak(stage, setting, probe))
     gradients, copied = dict(step.copied.parked), step.copied.held - step.reduced.held
     ahead = probe.device != CPU
-    return StageMemory(resting, middle, order[0], order[-1], float(top), tiers, gradients, copied, ahead)
+    ended, gathered = float(step.copied.held), _gathered_bytes(stage)
+    return StageMemory(
+        resting, middle, order[0], order[-1], float(top), tiers, gradients, copied, ended, gathered, ahead
+    )
+
+
+def _gathered_bytes(stage: LoweredStage) -> float:
+    """Bytes of what a training step gives beside its loss, of the whole batch, with the microbatches' of the largest."""
+    whole, parts, m = 0.0, 0.0, stage.microbatches
+    for row in stage.outputs:
+        if row.extra and (m > 1 or row.spec.axes):
+            nbytes = float(row.type.nbytes)
+            whole += nbytes * m if row.join.how == "cat" else nbytes
+            parts = max(parts, 0.0 if m == 1 else nbytes * m * (1 if row.join.how in ("cat", "same") else 2))
+    return whole + parts
 
 
 def _grown_at_once(order: Sequence[dict[str, Moment]]) -> list[dict[str, Moment]]:
@@ -155,7 +175,9 @@ def _moment(
     look_at_tiers(action.parked)
     sums_parked = {tier: n - before.parked.get(tier, 0) for tier, n in now.parked.items()}
     sums, parked = now.held - before.held, dict(action.parked)
-    moment = Moment(peak, action.end, sums, action.received, action.sent, parked, sums_parked, parked_peak)
+    moment = Moment(
+        peak, action.end, sums, action.received, action.sent, parked, sums_parked, parked_peak, action.given
+    )
     return moment, now
 
 
@@ -169,9 +191,9 @@ def group_peaks(graph: StageGraph, table: Table, stages: Sequence[StageMemory]) 
 
 def _worst(
     group: Sequence[int], row: Sequence[Action], stages: Sequence[StageMemory], sends: int
-) -> tuple[float, float, float, float]:
+) -> tuple[float, float, float, float, float]:
     """The most bytes of a group over a step beside what rests; of these gradients, what microbatches left behind that are
-    waiting then, and what was sent before. sends: of so many actions at most.
+    waiting then, what was sent before, and outputs that the step is to give. sends: of so many actions at most.
 
     An action needs its moment's peak, or what it leaves; what it receives is posted before the one ahead of it runs, and what it
     sends is there until the receives of the action after the next are posted.
@@ -183,24 +205,31 @@ def _worst(
     before = {"F": [0.0] * len(stages), "B": after_F, "W": after_B}
     coming = [*(moment.received for moment in moments[1:]), 0.0, 0.0]
     sums = dict.fromkeys(group, 0.0)
-    summed = worst = gradients = waiting = leaving = 0.0
+    summed = worst = gradients = waiting = leaving = given = outputs = 0.0
     under_way: deque[float] = deque(maxlen=sends)
     for i, (action, moment, held) in enumerate(zip(row, moments, held_after(row, after_F, after_B), strict=True)):
         others = held - moment.after
-        left = moment.after + moment.sums + moment.sent + coming[i + 1]
+        left = moment.after + moment.sums + moment.given + moment.sent + coming[i + 1]
         need = max(moment.peak, left) + coming[i]
         sent = sum(under_way)
-        if others + summed + need + sent > worst:
-            worst, leaving = others + summed + need + sent, sent
+        if others + summed + given + need + sent > worst:
+            worst, leaving, outputs = others + summed + given + need + sent, sent, given
             own = min(before[action.kind][action.stage] or moment.after, need)
             gradients, waiting = summed + min(max(moment.sums, 0.0), need - own), others + own
         summed += moment.sums
+        given += moment.given
         sums[action.stage] += moment.sums
         if moment.sent and stages[action.stage].runs_ahead:
             under_way.append(moment.sent)
     copied = sum(stages[s].copied for s in group)
-    last = max(stages[s].step + summed - sums[s] + copied - stages[s].copied for s in group)
-    return (last, min(summed + copied, last), 0.0, 0.0) if last > worst else (worst, gradients, waiting, leaving)
+    last = max(stages[s].step + summed - sums[s] + copied - stages[s].copied for s in group) + given
+    gathered = sum(stage.gathered for stage in stages)
+    ended = sum(stages[s].ended for s in group)
+    if gathered and ended + given + gathered > last:
+        last, given = ended + given + gathered, given + gathered
+    if last > worst:
+        return last, min(summed + copied, last - given), 0.0, 0.0, given
+    return worst, gradients, waiting, leaving, outputs
 
 
 def peak_kinds(lowered: LoweredProgram, stages: list[StageMemory]) -> dict[str, float]:
@@ -208,19 +237,20 @@ def peak_kinds(lowered: LoweredProgram, stages: list[StageMemory]) -> dict[str, 
 
     "held for backward": what microbatches left behind that are waiting then; "gradients": with those that the action adds;
     "for a moment": what the action (or the optimizer's step) that makes the peak needs beside; "sends under way": what actions
-    before it sent, where the host runs ahead.
+    before it sent, where the host runs ahead; "outputs": what earlier actions made that the step gives beside its loss.
     """
     largest: dict[str, float] = {}
     for group, row in zip(lowered.graph.groups, lowered.table, strict=True):
         resting = {kind: sum(stages[s].resting.get(kind, 0.0) for s in group) for kind in stages[group[0]].resting}
-        worst, gradients, waiting, sent = _worst(group, row, stages, most_sends(len(lowered.graph.groups)))
+        worst, gradients, waiting, sent, outputs = _worst(group, row, stages, most_sends(len(lowered.graph.groups)))
         kinds = {
             **resting,
             "gradients": resting.get("gradients", 0.0) + gradients,
             "held for backward": waiting,
-            "for a moment": worst - gradients - waiting - sent,
+            "for a moment": worst - gradients - waiting - sent - outputs,
         }
         kinds |= {"sends under way": sent} if sent else {}
+        kinds |= {"outputs": outputs} if outputs else {}
         largest = max(largest, kinds, key=lambda kinds: sum(kinds.values()))
     return largest
 

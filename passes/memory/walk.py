@@ -43,8 +43,9 @@ class HandedGradient:
 @dataclass(frozen=True)
 class ActionBytes:
     """An action of a microbatch: the gradients it hands to the store, the most alive after them, what is alive at its end;
-    without what is received and sent. received: bytes that arrive for it, sent: bytes that leave after it. parked: bytes in
-    tiers at its end, by tier."""
+    without what is received and sent. received: bytes that arrive for it, sent: bytes that leave after it. given: bytes of
+    outputs that stay from it until the step is over, which are in no number of a later action, nor at its own end. parked: bytes
+    in tiers at its end, by tier."""
 
     gradients: tuple[HandedGradient, ...]
     top: int
@@ -52,6 +53,7 @@ class ActionBytes:
     received: int
     sent: int
     parked: dict[str, int] = field(default_factory=dict)
+    given: int = 0
 
     @property
     def peak(self) -> int:
@@ -102,6 +104,8 @@ class _Walk:
         self.started: dict[GatherKey, tuple[int, tuple[GatheredShard, ...]]] = {}
         self.gradients: list[HandedGradient] = []
         self.kept: dict[str, Binding] = {}
+        self.given = 0
+        self.extras = {row.name for row in stage.outputs if row.extra}
 
     def run(self, function: Function, action: str) -> ActionBytes:
         """Play one of the stage's functions."""
@@ -122,12 +126,23 @@ class _Walk:
         top, leaving = machine.top, {n: self.names[n] for n in returned if n in self.names}
         self.kept |= {n: v for n, v in leaving.items() if n in state}
         self._drop([n for n in self.names if n not in leaving])
-        before = machine.alive
+        before, known = machine.alive, self.given
         for name, value in leaving.items():
-            if name not in state:
+            if name not in state and not (action == "F" and name in self.extras):
                 self._release(value)
         sent = before - machine.alive
-        return ActionBytes(tuple(self.gradients), top, machine.alive, received, sent, dict(machine.parked))
+        if action == "F" and self.extras:
+            for name in self.extras & state:
+                self._hold(leaving[name])
+            self.given = self._bytes_of([leaving[name] for name in self.extras])
+        gradients = tuple(replace(g, top=g.top - known, alive=g.alive - known) for g in self.gradients)
+        end, given = machine.alive - self.given, self.given - known
+        return ActionBytes(gradients, top - known, end, received, sent, dict(machine.parked), given)
+
+    def _bytes_of(self, values: Sequence[Binding]) -> int:
+        """Bytes of the device in the storages of single values."""
+        blocks = {value.block for value in values if isinstance(value, LiveValue)} - {NOTHING.block, *self.machine.tier}
+        return sum(self.machine.size[block] for block in blocks)
 
     def _bind_arguments(self, function: Function, ends: Sequence[BoundaryEnd]) -> int:
         """Bytes of the arguments that arrive from other stages. Inputs of the batch are there anyway."""

@@ -21,6 +21,7 @@ from autopar.passes.price.lines import (
     GATHER,
     conversion_copied_s,
     dispatches,
+    extra_messages,
     gradient_messages,
     line_costs,
     narrow_seconds,
@@ -143,7 +144,9 @@ def stage_bill(stage: LoweredStage, calls: Mapping[str, CallBill], pricer: Price
         ((CallBill(F, B, W), 1), *_call_bills(stage, calls, pricer)),
         ParameterTraffic(forward_s, backward_s + weights_s, reduce_s, gather_s, shown, each_reduce_s),
         sum(optimizer_s(p, stage, pricer, setting, busiest) for p in trained),
-        stage.microbatches * prologue_s + sum(narrow_seconds(p, pricer) for p in stage.parameters.values()),
+        stage.microbatches * prologue_s
+        + sum(narrow_seconds(p, pricer) for p in stage.parameters.values())
+        + sum(times * message.seconds(pricer) for message, times in extra_messages(stage)),
     )
 
 

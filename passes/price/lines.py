@@ -155,6 +155,17 @@ def gradient_messages(p: StoredParameter, mesh: Mesh) -> Iterator[Message]:
             yield message
 
 
+def extra_messages(stage: LoweredStage) -> Iterator[tuple[Message, int]]:
+    """The gathers of what a training step gives beside its loss, once the step is over, with how often they are sent."""
+    for row in stage.outputs:
+        held = row.spec.local_bytes(row.type, stage.mesh) if row.extra else 0
+        for axes in row.spec.dims if row.extra else ():
+            for axis in axes:
+                held *= stage.mesh.sizes[axis]
+                if stage.mesh.sizes[axis] > 1:
+                    yield Message("all_gather", axis, f"output {row.name}", float(held)), stage.microbatches
+
+
 def regather_messages(p: StoredParameter, mesh: Mesh) -> Iterator[Message]:
     """One parameter's updated value from the optimizer's shard to storage."""
     return _step_messages(p.regather, p.updated_bytes(mesh), mesh, f"regather {p.name}", GATHERED)

@@ -108,8 +108,8 @@ def _groups_short(task: Task, counted: Account, plan: Plan) -> list[tuple[int, .
     """The groups whose ranks need more memory than they have, by their stages."""
     return [
         group
-        for group, peak in zip(counted.graph.groups, counted.peaks, strict=True)
-        if peak > task.limit_at(plan.stages[group[0]].mesh)
+        for group, short in zip(counted.graph.groups, task.short_by_group(plan, counted), strict=True)
+        if short > 0
     ]
 
 

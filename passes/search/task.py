@@ -25,6 +25,7 @@ from autopar.ir.setting import Setting
 from autopar.ir.text import size_text
 from autopar.options import Options
 from autopar.passes.account.program import Account, account, as_lowered, stage_costs
+from autopar.passes.account.stage import representatives
 from autopar.passes.batch.microbatches import Microbatches
 from autopar.passes.lower import lower, outline
 from autopar.passes.order.ordered import in_order
@@ -87,8 +88,24 @@ class Task:
 
     def short_bytes(self, plan: Plan, counted: Account) -> float:
         """Bytes by which a plan breaks the limit of the group that is shortest of memory; none are short up to 0."""
-        groups = zip(counted.graph.groups, counted.peaks, strict=True)
-        return max(peak - self.limit_at(plan.stages[group[0]].mesh) for group, peak in groups)
+        return max(self.short_by_group(plan, counted))
+
+    def short_by_group(self, plan: Plan, counted: Account) -> list[float]:
+        """Bytes by which a plan breaks the limit of every group. Where kinds of devices have shorter blocks than others, each
+        kind is held against its own memory."""
+        short = []
+        for group, peak, on_kinds in zip(counted.graph.groups, counted.peaks, counted.peaks_on_kinds, strict=True):
+            mesh = plan.stages[group[0]].mesh
+            by_rank = [n - self._room(self.cluster.device(rank), dict(mesh.axes)) for rank, n in on_kinds.items()]
+            short.append(max(by_rank, default=peak - self.limit_at(mesh)))
+        return short
+
+    def budget_at(self, mesh: Mesh) -> float:
+        """Bytes that a rank with the longest blocks of a mesh may take at most, before it is known what rests: on kinds of
+        devices with shorter blocks all is taken to be as much less."""
+        ranks = representatives(mesh, self.cluster)
+        rooms = (self._room(self.cluster.device(rank)) / mesh.share_of_longest(rank) for rank in ranks)
+        return min(rooms, default=self.limit)
 
     def most_units(self, plan: Plan, counted: Account) -> tuple[int, ...]:
         """Units of rows that a rank of every group has room for, where rows move between ranks; else nothing."""

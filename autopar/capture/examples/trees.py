@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,8 @@ def _check_extras(structure: Any, path: str) -> None:
     elif type(structure) in (tuple, list):
         items = list(enumerate(structure))
     else:
-        what = f"a {structure.cls.__name__}" if isinstance(structure, _Made) else f"{structure!r}"
+        made = structure.cls if isinstance(structure, _Made) else type(structure)
+        what = repr(structure) if isinstance(structure, (int, float, str, NoneType)) else f"a {made.__name__}"
         raise InputError(
             f"loss_fn(…){path} is {what}: beside the loss a step gives tensors, in tuples, lists and dicts; pick the tensors, "
             'as in return loss, {"logits": out.logits}'

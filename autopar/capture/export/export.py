@@ -34,7 +34,7 @@ from autopar.capture.while_traced.classes_without_module import classes_named
 from autopar.capture.while_traced.clocks import noted_clocks, same_graph
 from autopar.capture.while_traced.compiling import noted_questions
 from autopar.capture.while_traced.decisions import Condition, Decisions, decisions_of
-from autopar.capture.while_traced.scalar_outputs import NoLoss, own_loss
+from autopar.capture.while_traced.scalar_outputs import NoLoss, loss_and_extras, path_among_others
 from autopar.capture.while_traced.watch import memory_of, watched
 from autopar.errors import AutoparError, CaptureError, InputError
 from autopar.ops.integers import expect
@@ -50,6 +50,7 @@ class _Seen:
     training: bool = False
     structure: Any = None
     extras: int = 0
+    loss_path: str = ""
     no_loss: NoLoss | None = None
     reached: frozenset[str] = frozenset()
     conditions: list[tuple[bool, str]] = field(default_factory=list)
@@ -114,6 +115,7 @@ class _Step(nn.Module):
             return tuple(tensors), watch.held
         loss = _scalar(loss)
         self.seen.reached = parameters_reached(loss, self)
+        self.seen.loss_path = path_among_others(out, loss) if self.loss_fn is None else ""
         beside, self.seen.structure = tensors_of_extras(extras)
         self.seen.extras = len(beside)
         return (self._piece(loss), *(tensor.detach() for tensor in beside)), watch.held
@@ -130,15 +132,6 @@ class _Step(nn.Module):
 
     def _piece(self, loss: torch.Tensor) -> torch.Tensor:
         return loss.reshape(()) / self.pieces if self.pieces > 1 else loss.reshape(())
-
-
-def loss_and_extras(out: Any, loss_fn: Any, targets: Sequence[Any], to_train: bool) -> tuple[Any, Any]:
-    """The loss of what a model returned, if there is one, and what loss_fn gave beside it. to_train: see `capture_program`."""
-    if loss_fn is None:
-        return own_loss(out, to_train), None
-    given = loss_fn(out, *targets)
-    is_pair = isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], torch.Tensor)
-    return given if is_pair and given[0].numel() == 1 else (given, None)
 
 
 def _scalar(loss: Any) -> torch.Tensor:
@@ -318,6 +311,7 @@ def _export_step(
         tuple(n.name for n in outputs if guards or n.name not in conditions),
         no_loss=seen.no_loss,
         extras=seen.extras,
+        loss_path=seen.loss_path,
     )
 
 

@@ -26,6 +26,15 @@ class ScalarOutput:
     has_grad: bool
 
 
+def loss_and_extras(out: Any, loss_fn: Any, targets: Sequence[Any], to_train: bool) -> tuple[Any, Any]:
+    """The loss of what a model returned, if there is one, and what loss_fn gave beside it. to_train: see `capture_program`."""
+    if loss_fn is None:
+        return own_loss(out, to_train), None
+    given = loss_fn(out, *targets)
+    is_pair = isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], torch.Tensor)
+    return given if is_pair and given[0].numel() == 1 else (given, None)
+
+
 def own_loss(out: Any, among_others: bool) -> torch.Tensor | None:
     """The loss that a model is trained on where no loss_fn is given, if it returned one. among_others: it may be the only scalar
     with a gradient in a tuple, list or dict that calls nothing a loss."""
@@ -38,6 +47,13 @@ def own_loss(out: Any, among_others: bool) -> torch.Tensor | None:
         return None
     scalars = [tensor for _, tensor in _scalars(out, "out") if tensor.ndim == 0 and tensor.requires_grad]
     return scalars[0] if len(scalars) == 1 else None
+
+
+def path_among_others(out: Any, loss: torch.Tensor) -> str:
+    """The place of a loss that `own_loss` takes only among others, as one writes it; "" where that is plain."""
+    if own_loss(out, among_others=False) is not None:
+        return ""
+    return next((path for path, tensor in _scalars(out, "out") if tensor is loss), "")
 
 
 def _calls_something_a_loss(out: Any) -> bool:

@@ -17,7 +17,10 @@ def parser() -> argparse.ArgumentParser:
         "--steps", type=count, default=10, help="the run's last step, those before --resume counted (default: 10)"
     )
     made.add_argument(
-        "--data", help="MODULE:FUNCTION or FILE.py:FUNCTION giving global batches (default: random numbers, for a try)"
+        "--data",
+        help="MODULE:FUNCTION or FILE.py:FUNCTION giving global batches, or this rank's rows of them if it takes an "
+        "argument "
+        "`shard` (default: random numbers, for a try)",
     )
     made.add_argument("--eval-data", help="the same for --eval-entry, which takes all of it each time")
     made.add_argument(

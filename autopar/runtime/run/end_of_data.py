@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ..comm.environment import machine_name
 from ..comm.process import TorchComm
 from ..health.flight import end_process
-from ..step.same_data import WHY_DATA, SameData, odd_ranks
+from ..step.same_data import WHY_DATA, WHY_ROWS, Readers, SameData, odd_ranks, odd_readers
 
 LOOK_S = 1.0
 PATIENCE = 2
@@ -82,22 +82,22 @@ class Leaving:
         self._over.set()
         self._thread.join(END_S)
         error = getattr(sys, "last_exc", None)
-        taken, checksum, compared = self._same_data.uncompared()
+        taken, checksums, compared = self._same_data.uncompared()
         if error is not None:
             self._comm.leave_note(f"failed with {type(error).__name__}: {error}")
             return
         self._comm.leave_note(f"came to the end of its script after {taken} batches")
-        if compared < taken and (problem := self._difference(taken, checksum)):
+        if compared < taken and (problem := self._difference(taken, checksums)):
             print(f"error on rank {self._comm.rank}: {problem}", file=sys.stderr, flush=True)
             sys.stdout.flush()
             os._exit(1)
 
-    def _difference(self, taken: int, checksum: int) -> str:
+    def _difference(self, taken: int, checksums: Mapping[Readers, int]) -> str:
         """A text of what is wrong with the batches that nobody compared; empty where nothing is, or others do not come
         to their end."""
         keys = [f"end/{rank}" for rank in range(self._comm.world_size)]
         try:
-            self._store.set(keys[self._comm.rank], json.dumps([taken, checksum, machine_name()]))
+            self._store.set(keys[self._comm.rank], json.dumps([taken, [*checksums.values()], machine_name()]))
             end = time.monotonic() + END_S
             while not self._store.check(keys):
                 if time.monotonic() > end:
@@ -106,6 +106,10 @@ class Leaving:
             everyone = [json.loads(text) for text in self._store.multi_get(keys)]
         except RuntimeError:  # who holds the store has seen what all others wrote, and ended
             return ""
-        odd = odd_ranks([(batches, of_all) for batches, of_all, _ in everyone])
+        odd, why = odd_ranks([(batches, len(sums)) for batches, sums, _ in everyone]), WHY_DATA
+        for place, readers in enumerate(checksums):
+            if not odd:
+                odd = odd_readers([sums[place] for _, sums, _ in everyone], readers)
+                why = WHY_DATA if readers is None else WHY_ROWS
         who = ", ".join(f"{rank} ({everyone[rank][2]}, {everyone[rank][0]} batches)" for rank in odd[:8])
-        return f"at the end, after {taken} batches: rank{'s' if len(odd) > 1 else ''} {who} {WHY_DATA}" if odd else ""
+        return f"at the end, after {taken} batches: rank{'s' if len(odd) > 1 else ''} {who} {why}" if odd else ""

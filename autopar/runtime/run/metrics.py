@@ -13,10 +13,11 @@ import errno
 import json
 import math
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ import torch
 
 from ..comm.backends import backend_of
 from ..comm.process import TorchComm
+from ..comm.text_exchange import one_line
 from ..data.datafile import open_lines
 from ..errors import RuntimeProgramError
 from ..program.manifest import Manifest
@@ -45,7 +47,7 @@ class StepMetrics:
     of the step took (None: no peak is published or measured, or it runs on something else); grad_norm: where it is taken to clip
     gradients; waited_s: in which the host waited for messages: what computing did not hide of them (None on GPUs, where the
     stream waits: see --profile); peak_bytes: of rank 0, of the process on a CPU and of the device's allocator on a GPU;
-    save_s: of the step, for which saving kept training.
+    save_s: of the step, for which saving kept training; extras: numbers that the step gave beside its loss, by name.
     """
 
     step: int
@@ -58,10 +60,12 @@ class StepMetrics:
     peak_bytes: int
     waited_s: float | None
     save_s: float = 0.0
+    extras: Mapping[str, float] = field(default_factory=dict)
 
     def known(self) -> dict[str, float]:
         """The metrics that are known, by name."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        own = {name: value for name, value in asdict(self).items() if name != "extras" and value is not None}
+        return own | {f"extras.{name}": value for name, value in self.extras.items()}
 
 
 Sink = Callable[[StepMetrics], None]
@@ -104,6 +108,7 @@ class Metrics(Listener):
                 backend_of(self._comm.device).peak_bytes(self._comm.device),
                 waited_s - self._waited_s if waited_s is not None and self._waited_s is not None else None,
                 loop.save_s - self._save_s,
+                done.extras,
             )
             self._save_s = loop.save_s
             for sink in self._sinks:
@@ -160,7 +165,9 @@ class JsonLines:
 
     def __call__(self, record: StepMetrics) -> None:
         """Take the metrics of a step that is done."""
-        known = {n: v if v is not None and math.isfinite(v) else None for n, v in asdict(record).items()}
+        known: dict[str, Any] = {name: _finite(value) for name, value in asdict(record).items() if name != "extras"}
+        if record.extras:
+            known["extras"] = {name: _finite(value) for name, value in record.extras.items()}
         line = (json.dumps(known, allow_nan=False) + "\n").encode()
         try:
             if not self._is_there():
@@ -189,6 +196,10 @@ class JsonLines:
         self._said = True
 
 
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
 def tensorboard(folder: str) -> Sink:
     """Scalars for TensorBoard. Raises RuntimeProgramError where it is not installed."""
     try:
@@ -212,7 +223,9 @@ def prometheus(served: Prometheus) -> Sink:
     """A step's numbers by name, as gauges."""
 
     def note(record: StepMetrics) -> None:
-        rows = [(f"autopar_{name}", value) for name, value in record.known().items()]
+        rows = [
+            (re.sub(r"\W", "_", f"autopar_{name}", flags=re.ASCII), value) for name, value in record.known().items()
+        ]
         served.text = "".join(f"# TYPE {name} gauge\n{name} {value!r}\n" for name, value in rows).encode()
 
     return note
@@ -235,8 +248,10 @@ class StepLine(Listener):
         comm = loop.program.session.comm
         if comm.rank == 0:
             norm = "" if done.norm is None else f"  norm {done.norm:.6g}"
+            beside = "".join(f"  {one_line(name)} {value:.6g}" for name, value in done.extras.items())
+            said = "done" if done.loss is None else f"loss {done.loss:.6f}{beside}{norm}"
             with comm.excused(f"reporting step {done.step}"):
-                self.show(done.step, "done" if done.loss is None else f"loss {done.loss:.6f}{norm}", done.seconds)
+                self.show(done.step, said, done.seconds)
         return False
 
     def show(self, step: int, what: str, seconds: float) -> None:

@@ -13,9 +13,9 @@ from __future__ import annotations
 import argparse
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TextIO
 
@@ -23,6 +23,7 @@ from ..comm.backends import Arriving, backend_of
 from ..comm.comm import Comm
 from ..errors import RuntimeProgramError
 from ..program.batches import DataFunction, random_batches
+from ..program.extras import named_leaves
 from ..step.entries import FIRST
 from ..step.ready import Ready, made_ready
 from ..step.session import Session
@@ -33,7 +34,8 @@ from .read_ahead import InTurn, ReadAhead
 @dataclass(frozen=True)
 class Done:
     """A step that is done. not_finite: its update was left out, as its loss or a gradient is no number; skips: updates in a row
-    that were left out; loss, norm (of gradients): None where there is none, or this rank does not read it."""
+    that were left out; loss, norm (of gradients): None where there is none, or this rank does not read it; extras: numbers that
+    the step gives beside the loss, by name."""
 
     step: int
     batch: Any
@@ -43,27 +45,30 @@ class Done:
     loss: float | None = None
     norm: float | None = None
     seconds: float = 0.0
+    extras: Mapping[str, float] = field(default_factory=dict)
 
 
 class LossReader:
     """The one place of the loop where the host waits for what the device computed: a step's loss, its gradients' norm, and before
     these what guards and looks at parameters found. Every rank waits for the loss, so that no host runs further ahead of another
-    one; its copy to the host begins with its own step."""
+    one; its copy to the host begins with its own step. Numbers that a step gives beside its loss are read with it."""
 
     def __init__(self, session: Session, reads: bool, late: int) -> None:
         """reads: whether this rank does; late: later steps that are done before a loss is read."""
         self._session, self._reads, self._late = session, reads, late
         session.guards.late = session.updater.late = late
-        self._unread: deque[tuple[Done, Arriving | None, Arriving | None]] = deque()
+        self._unread: deque[tuple[Done, Arriving | None, Arriving | None, Mapping[str, Arriving]]] = deque()
         self._read_at = 0.0
 
-    def read(self, step: int, batch: Any, result: Any, start_s: float, *, at_once: bool) -> Iterator[Done]:
-        """Take a step's result; the steps whose losses are read now. at_once: that of this one, too."""
+    def read(self, step: int, batch: Any, loss: Any, start_s: float, *, at_once: bool) -> Iterator[Done]:
+        """Take a step's loss; the steps whose losses are read now. at_once: that of this one, too."""
         session, updater = self._session, self._session.updater
         done = Done(step, batch, start_s, updater.not_finite, updater.skips.in_a_row)
-        values = result if session.training else None, session.grad_norm
-        loss, norm = (None if value is None else Arriving([value]) for value in values)
-        self._unread.append((done, loss, norm))
+        values = loss if session.training else None, session.grad_norm
+        told, norm = (None if value is None else Arriving([value]) for value in values)
+        extras = named_leaves(session.extras) if self._reads else ()
+        numbers = {name: Arriving([one]) for name, one in extras if one.numel() == 1 and not one.is_complex()}
+        self._unread.append((done, told, norm, numbers))
         if at_once:
             session.guards.settle()
             updater.settle_look(step)
@@ -76,12 +81,15 @@ class LossReader:
         self._session.guards.forget()
         self._session.updater.forget_look()
 
-    def _read(self, done: Done, *values: Arriving | None) -> Done:
-        arrived = [None if value is None else value.wait()[0] for value in values]
+    def _read(
+        self, done: Done, told: Arriving | None, measured: Arriving | None, numbers: Mapping[str, Arriving]
+    ) -> Done:
+        arrived = [None if value is None else value.wait()[0] for value in (told, measured)]
         loss, norm = (value.item() if self._reads and value is not None else None for value in arrived)
         now = time.perf_counter()
         seconds, self._read_at = now - max(done.start_s, self._read_at), now
-        return replace(done, loss=loss, norm=norm, seconds=seconds)
+        extras = {name: float(value.wait()[0].item()) for name, value in numbers.items()}
+        return replace(done, loss=loss, norm=norm, seconds=seconds, extras=extras)
 
 
 class Listener:
@@ -175,10 +183,11 @@ class Loop:
             one.before_step(self, batch)
         self.program.session.next_inputs.ready = ready
         result = self.program(batch)
+        loss = result if self.program.session.extras is None else result[0]
         step = self.step = self.step + 1
         self.position += 1
         saved = step == self.last or (self._save_every > 0 and step % self._save_every == 0)
-        for done in self._losses.read(step, batch, result, start_s, at_once=saved):
+        for done in self._losses.read(step, batch, loss, start_s, at_once=saved):
             for one in listeners:
                 if one.on_loss(self, done):
                     break

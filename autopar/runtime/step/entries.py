@@ -10,12 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from ..comm.comm import Comm
-from ..data.schema import integer
-from ..errors import RankError, RuntimeProgramError
+from ..errors import RuntimeProgramError
 from ..program.shapes import PadValues
 from ..program.tables import Modules
-from .own_rows import OwnRows, Taking
-from .same_data import odd_ranks
+from .own_rows import OwnRows, Taking, agree_on_form
 from .shape_variants import Form
 
 FIRST = ""
@@ -64,11 +62,5 @@ class EntryForms:
         were given their own rows would run several forms."""
         place, inputs = taking.of(batch)
         if taking.readers is not None and len(self.forms) > 1:
-            places = self._comm.share(place, integer(0, len(self.forms)))
-            if odd := odd_ranks(places):
-                raise RankError(
-                    f"step {step}: ranks {', '.join(map(str, odd[:8]))} were given rows of the shapes of another bucket "
-                    "than the others; pad the rows of a global batch alike on all ranks, or give every rank global batches",
-                    odd,
-                )
+            agree_on_form(self._comm, place, step)
         return Taken(self.forms[place], place, inputs, taking.rows[place])

@@ -13,12 +13,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..errors import RuntimeProgramError
+from ..comm.comm import Comm
+from ..data.schema import integer
+from ..errors import RankError, RuntimeProgramError
 from ..guards import InputLike
 from ..program.layout import TensorInfo, gather_dim, local_slices
 from ..program.rows import batch_rows, input_rows, rank_rows, reader_groups
 from ..program.shapes import PadValues, Shapes
 from ..program.tables import Pipeline
+from .same_data import odd_ranks
 from .shape_variants import Form
 from .stage import Cut, Inputs, Stage
 
@@ -141,3 +144,14 @@ class Taking:
         if rows is None or len(shaped) != len(self.taken):
             return place, list(shaped)
         return place, rows.batch(shaped, self.inputs[place])
+
+
+def agree_on_form(comm: Comm, place: int, step: int) -> None:
+    """See that ranks that were given their own rows run the same form. Raises RankError."""
+    if odd := odd_ranks(comm.share(place, integer(0, 1 << 53))):
+        raise RankError(
+            f"step {step}: ranks {', '.join(map(str, odd[:8]))} were given rows of the shapes of another bucket than the "
+            f"others; pad "
+            "the rows of a global batch alike on all ranks, or give every rank global batches",
+            odd,
+        )

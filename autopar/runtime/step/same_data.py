@@ -168,10 +168,10 @@ class SameData:
         self._cost_s, self._most_bytes = 1e6, LEAST_BYTES
         self._compared, self._compared_at = 0, time.perf_counter()
 
-    def uncompared(self) -> tuple[int, int, int]:
-        """Batches so far, the checksum of those that are global, and how many were compared."""
+    def uncompared(self) -> tuple[int, dict[Readers, int], int]:
+        """Batches so far, the checksums by whose rows they have, and how many were compared."""
         self._arrive()
-        return self.taken, self._checksums[None], self._alike
+        return self.taken, dict(self._checksums), self._alike
 
     def ahead(self, batch: Sequence[Tensor], step: int, readers: Sequence[int] | None = None) -> None:
         """Take a batch before its step does. Raises RankError."""

@@ -42,7 +42,7 @@ from ..update.update_rule import OptimizerFactory, UpdateRule, as_rule, check_sh
 from .buffer_copies import BufferCopies
 from .cuda_graphs import Capture, CudaCapture, StepGraph, say_why, why_not
 from .entries import FIRST, EntryForms, EntryModules
-from .outputs import Runs, full_outputs, local_outputs, start_loss, start_tell
+from .outputs import Outputs, arrived, full_outputs, local_outputs, start_loss, start_tell
 from .own_rows import Taking
 from .pending import NOT_IN_TIERS, Pending
 from .pipeline import Executor
@@ -64,7 +64,7 @@ class _Computed:
     loss: Handle[Tensor]
     borrowed: frozenset[str]
     counts: Tensor | None
-    outputs: Mapping[int, list[list[Any]]]
+    outputs: Outputs
 
 
 class Session(State):
@@ -281,11 +281,11 @@ class Session(State):
             print(said, file=sys.stderr, flush=True)
         return loss.wait() if self.step_graph is None else loss.wait().clone()
 
-    def _full_extras(self, form: Form, runs: Runs) -> Any:
+    def _full_extras(self, form: Form, outputs: Outputs) -> Any:
         """The extras of a step, full on every rank; None where loss_fn returned the loss alone."""
         if (extras := form.pipeline.extras) is None:
             return None
-        given = full_outputs(form, self.comm, runs, numbers_of(extras))
+        given = full_outputs(form, self.comm, outputs, numbers_of(extras))
         return filled(extras, {n: one if self.step_graph is None else one.clone() for n, one in given.items()})
 
     def run_entry(
@@ -313,7 +313,7 @@ class Session(State):
         if self.entry(entry).training:
             raise RuntimeProgramError("this program was compiled for training; use train_step()")
         form, inputs = self._begin(batch, own_rows, entry)
-        runs = form.executor.run(inputs)
+        runs = arrived(form.executor.run(inputs))
         results: Sequence[Tensor | None] = (
             local_outputs(form, runs) if local else [*full_outputs(form, self.comm, runs).values()]
         )
@@ -357,7 +357,7 @@ class Session(State):
             and holds(info.shape, info.opt_spec, form.stages[index].comm)
         }
         borrowed = frozenset(name for stage in form.stages.values() for name in stage.rt.grads.borrowed)
-        given = {} if form.pipeline.extras is None else outputs
+        given = {} if form.pipeline.extras is None else arrived(outputs)
         return _Computed(grads, start_loss(form, self.comm, outputs), borrowed, form.absent.counts(outputs), given)
 
     def _end_step(self, advance: bool = True) -> None:

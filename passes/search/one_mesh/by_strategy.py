@@ -8,11 +8,13 @@ decided anything is told along with the plans, for that is when recompute, micro
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 from autopar.cluster.device import DeviceSpec
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.ir.mesh import Mesh
+from autopar.passes.account.stage import representatives
 from autopar.passes.price.op_seconds import OpSeconds
 from autopar.passes.search.by_microbatch import finished as finished_within
 from autopar.passes.search.task import Task, account_of
@@ -37,19 +39,28 @@ def search_strategies(task: Task) -> tuple[list[PricedPlan], bool]:
     """The plans of every strategy that the options allow, best first, the first one lowered and within the limit; and whether
     memory is short: nothing fits, or more memory might give a faster plan, as the solver paid for it or found no room."""
     policy = "none" if task.options.recompute == "auto" else task.options.recompute
-    budget = task.limit
-    for _ in range(_BUDGETS):
-        candidates, fell_short = _on_meshes(task, budget, policy)
+    first = [*map(task.sharing, candidate_meshes(task.cluster, task.options, rows=rows_of(task.program)))]
+    meshes = uneven_too(task, first) if task.layout is None else first
+    by_kind = any(representatives(mesh, task.cluster) for mesh in meshes)
+    budgets = [dict.fromkeys(meshes, task.limit)]
+    if by_kind:  # what fits each kind's own memory comes first
+        budgets.insert(0, {mesh: task.budget_at(mesh) for mesh in meshes})
+    for _ in range(_BUDGETS + by_kind):
+        budget = budgets.pop(0)
+        candidates, fell_short = _on_meshes(task, first, budget, policy)
         if not candidates:
+            if budgets:
+                continue
             break
         with task.workers.answers(partial(finished_within, task), candidates) as finished:
             short = task.short_bytes(finished[0].plan, account_of(finished[0]))
             if short <= 0:
                 plans = _fastest_first(task, candidates, finished)
                 return plans, fell_short or any(_paid_for_memory(task, c) for c in plans)
-        budget -= _MARGIN * short
-        if budget <= 0:
-            break
+        if not budgets:
+            budgets.append({mesh: nbytes - _MARGIN * short for mesh, nbytes in budget.items()})
+            if min(budgets[0].values()) <= 0:
+                break
     return [], True
 
 
@@ -76,16 +87,18 @@ def _paid_for_memory(task: Task, candidate: PricedPlan) -> bool:
     return asked and candidate.solution.method in _MEMORY_DECIDED
 
 
-def _on_meshes(task: Task, budget: float, policy: str) -> tuple[list[PricedPlan], bool]:
+def _on_meshes(
+    task: Task, first: list[Mesh], budgets: Mapping[Mesh, float], policy: str
+) -> tuple[list[PricedPlan], bool]:
     """The solver's best plan, then all others by seconds; and whether the strategy that was asked for fell short of the
-    budget on a mesh."""
+    budget on a mesh. first: the meshes that are not tried beside others; budgets: bytes by mesh."""
     asked, fell_short = task.options.strategy, False
     candidates: list[PricedPlan] = []
 
     def solved(question: tuple[Mesh, str]) -> PricedPlan | Shortage | InfeasibleError | None:
         mesh, strategy = question
         try:
-            return solve_mesh(task.on(mesh), strategy, budget, recompute=policy)
+            return solve_mesh(task.on(mesh), strategy, budgets[mesh], recompute=policy)
         except InfeasibleError as error:
             return error if strategy == asked else None
         except ConstraintError:
@@ -93,9 +106,7 @@ def _on_meshes(task: Task, budget: float, policy: str) -> tuple[list[PricedPlan]
                 raise
             return None
 
-    first = [*map(task.sharing, candidate_meshes(task.cluster, task.options, rows=rows_of(task.program)))]
-    meshes = uneven_too(task, first) if task.layout is None else first
-    questions = [(mesh, strategy) for mesh in meshes for strategy in _strategies(asked, mesh, task.layout is not None)]
+    questions = [(mesh, strategy) for mesh in budgets for strategy in _strategies(asked, mesh, task.layout is not None)]
     without_choice: list[InfeasibleError] = []
     with task.workers.answers(solved, questions) as results:
         for (_, strategy), result in zip(questions, results, strict=True):

@@ -82,7 +82,9 @@ def test_the_loss_among_the_outputs_is_named_as_one_writes_it_and_trains(made: A
 
 @pytest.mark.parametrize("made", [tuple_of, as_dict, ordered, Pair, nested, lambda logits, loss: [loss, logits]])
 def test_the_only_scalar_with_a_gradient_is_trained_on(made: Any) -> None:
-    check_trained(compiled(made, optimizer=SGD), made)
+    program = compiled(made, optimizer=SGD)
+    check_trained(program, made)
+    assert "trained on out" in program.report()
 
 
 def test_of_several_scalars_none_is_taken() -> None:

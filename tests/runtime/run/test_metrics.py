@@ -53,6 +53,19 @@ def test_a_step_is_a_line_of_json_and_what_is_not_known_is_null(tmp_path):
     assert (second["loss"], second["grad_norm"], second["save_s"]) == (None, 2.0, 3.0)
 
 
+def test_numbers_beside_the_loss_are_in_every_sink(tmp_path):
+    record = replace(RECORD, extras={"accuracy": 0.75, "heads.0": math.nan})
+    JsonLines(tmp_path / "m.jsonl")(record)
+    JsonLines(tmp_path / "m.jsonl")(RECORD)
+    first, second = map(json.loads, (tmp_path / "m.jsonl").read_text().splitlines())
+    assert first["extras"] == {"accuracy": 0.75, "heads.0": None}
+    assert "extras" not in second
+    served = SimpleNamespace(text=b"")
+    prometheus(served)(record)  # type: ignore[arg-type]
+    assert b"\nautopar_extras_accuracy 0.75\n" in served.text
+    assert b"\nautopar_extras_heads_0 nan\n" in served.text
+
+
 def test_lines_go_behind_those_of_the_run_before(tmp_path):
     for _ in range(2):
         JsonLines(tmp_path / "m.jsonl")(RECORD)

@@ -135,6 +135,30 @@ def test_microbatches_what_runs_again_and_casts_are_captured(options: dict[str, 
     assert_the_same(of_zoo(BY_NAME["llama"], **options), [BY_NAME["llama"].batch(seed) for seed in range(STEPS)])
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_what_played_steps_give_beside_the_loss_is_theirs_to_keep(microbatches: int) -> None:
+    zoo = BY_NAME["mlp"]
+
+    def loss_fn(out: Tensor, y: Tensor) -> Any:
+        loss = F.cross_entropy(out, y)
+        return loss, {"right": (out.argmax(1) == y).sum(), "mean": out.mean(), "out": out}
+
+    program = autopar.compile(
+        zoo.make(),
+        autopar.ClusterSpec.local(1),
+        zoo.batch(),
+        loss_fn=loss_fn,
+        optimizer=SGD,
+        options=autopar.Options(microbatches=microbatches),
+    )
+    batches, given = [zoo.batch(seed) for seed in range(STEPS)], ([], [])
+    for captured, extras in enumerate(given):
+        _, _, made = trained(program, batches, bool(captured), lambda session, kept=extras: kept.append(session.extras))
+    assert [one.captured for one in made] == [1]
+    torch.testing.assert_close(given[1], given[0], rtol=0, atol=0)
+    assert not torch.equal(given[1][-1]["out"], given[1][-2]["out"])
+
+
 def test_what_changes_between_steps_outside_of_forward_and_backward_may_change() -> None:
     """A learning rate, clipping, and steps that are skipped as their loss is no number: buffers go back with them."""
     zoo = BY_NAME["resnet"]
