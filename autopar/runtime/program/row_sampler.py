@@ -70,6 +70,7 @@ def odd_last_batch(rest: int, rows: int, what: str) -> str:
     """The message for a last batch that is smaller than the others."""
     return (
         f"{what} {rest} are left over at the end, and the program takes batches of {rows} rows: leave them out "
-        f"(drop_last=True), compile with a bucket of that size (buckets={{input: {{batch dim: ({rows}, {rest})}}}}), or fill them up to "
+        f"(drop_last=True), compile with a bucket of that size (buckets={{input: {{batch dim: ({rows}, {rest})}}}}), or fill "
+        f"them up to "
         f"{rows} with samples whose targets are ignored"
     )
