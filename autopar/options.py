@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Annotated, Any, Final, ParamSpec, TypeVar
 
+from torch import nn
+
 from autopar.errors import InputError
 from autopar.ir.memory_levers import OFFLOAD_KINDS, PRECISIONS, RECOMPUTE_POLICIES
 from autopar.ir.mesh import AxisSize, Mesh
@@ -243,13 +245,16 @@ class Entry:
     (None where there is none) and of what the model returns.
 
     example_inputs: a global batch as `compile` takes it, of any size; None: the program's own. loss_fn(output, *targets):
-    "inherited" is the program's own; None: the model's output alone, or `.loss` of it. outputs: False for the loss alone, where
+    "inherited" is the program's own; None: the model's output alone, or `.loss` of it. module: another nn.Module in the place
+    of the model, such as a teacher, or one around some layers of the model: parameters and buffers that both have are one, and
+    those that it alone has are called "entry name.own name". outputs: False for the loss alone, where
     nobody reads what the model returns. buckets, pad_values: other shapes of its batches, as of `compile`. options: of its own
     (None: the program's); meshes, stages and how parameters are stored are the program's in any case.
     """
 
     example_inputs: Any = None
     loss_fn: Callable[..., Any] | str | None = INHERITED
+    module: nn.Module | None = None
     outputs: bool = True
     buckets: Mapping[str, Mapping[int, Sequence[int]]] | None = None
     pad_values: Mapping[str, float] | None = None
@@ -279,6 +284,8 @@ def checked_entries(entries: Mapping[str, Entry] | None) -> dict[str, Entry]:
                 f"entries[{name!r}]: loss_fn must be callable (output, *targets) -> scalar, None, or {INHERITED!r}, not "
                 f"{shown(entry.loss_fn)}"
             )
+        if entry.module is not None and not isinstance(entry.module, nn.Module):
+            raise InputError(f"entries[{name!r}]: module must be a torch.nn.Module, not {type(entry.module).__name__}")
         if entry.options is not None and not isinstance(entry.options, Options):
             raise InputError(
                 f"entries[{name!r}]: options must be autopar.Options(…), not {type(entry.options).__name__}"

@@ -182,7 +182,7 @@ class ParallelProgram(Compiled):
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The model's parameters, buffers and captured constants by table name."""
-        tensors = self.captured.exported.constants | model_tensors(self.model)
+        tensors = self.captured.exported.constants | self.request.tensors
         own = {name: tensors[name].detach() for name in (*self.ir.parameters, *self.ir.buffers)}
         for other in (*self.buckets, *self.entries.values()):
             own = other.weights() | own

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from autopar.capture import capture_program
 from autopar.capture.examples.buckets import Sizes, bucket_examples, checked_pad_values
+from autopar.capture.examples.held import Held
 from autopar.capture.examples.inputs import (
     LossFunction,
     batch_dim,
@@ -26,6 +28,7 @@ from autopar.cluster import ClusterSpec
 from autopar.cluster.device import dtype_name
 from autopar.errors import AutoparError, InputError, PlanError
 from autopar.ir.memory_levers import PRECISIONS
+from autopar.ir.union import of_union
 from autopar.options import Entry, Options, checked_entries
 from autopar.plan import Plan, checked_plan
 from autopar.runtime.gradients.compression import CODECS
@@ -41,7 +44,8 @@ class Request:
     precision and gradient compression of the options are then those of the plan. buckets: example inputs of other shapes,
     none of them larger, that the same parameters are to be trained with. pad_values: what inputs are padded with up to the
     next of these shapes. entries: other steps over the same parameters, by name; entry: the name of this one, where it is such a
-    step; gives: what is captured of the model, in eval mode where that is not its own step.
+    step; gives: what is captured of the model, in eval mode where that is not its own step; held: the tensors of all modules,
+    where entries have modules of their own.
     """
 
     model: nn.Module
@@ -57,6 +61,7 @@ class Request:
     entries: Mapping[str, Request] = field(default_factory=dict)
     entry: str = ""
     gives: Gives = "step"
+    held: Held | None = None
 
     @property
     def batch(self) -> int:
@@ -101,7 +106,15 @@ class Request:
         no_loss = captured.exported.no_loss
         if no_loss is not None and (asked := self.asked_of_training):
             raise no_loss.error(asked)
-        return captured
+        if self.held is None:
+            return captured
+        names, held = self.held.names(self.model), self.held
+        return captured._replace(program=of_union(captured.program, names, held.parameters(), held.buffers()))
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters, shared ones under each of their names, and buffers, of this model and of the modules of entries."""
+        return (self.held or Held(self.model)).tensors()
 
     @property
     def capture_apart(self) -> Callable[[int], Captured] | None:
@@ -191,7 +204,10 @@ def make_request(
         buckets=tuple(others),
         pad_values=pad,
     )
-    request = replace(request, entries={n: _entry(request, n, e) for n, e in checked_entries(entries).items()})
+    asked = checked_entries(entries)
+    modules = {name: entry.module for name, entry in asked.items() if entry.module is not None}
+    request = replace(request, held=Held(model, modules) if modules else None)
+    request = replace(request, entries={name: _entry(request, name, entry) for name, entry in asked.items()})
     if plan is not None:
         return request.replaying(checked_plan(plan))
     _check(request)
@@ -202,11 +218,13 @@ def _entry(program: Request, name: str, entry: Entry) -> Request:
     """The request for another step over a program's parameters. Raises InputError."""
     loss_fn = program.loss_fn if isinstance(entry.loss_fn, str) else entry.loss_fn
     given = program.inputs if entry.example_inputs is None else entry.example_inputs
+    model = entry.module or program.model
     try:
-        inputs, targets = split_example(program.model, given, loss_fn)
+        inputs, targets = split_example(model, given, loss_fn)
         inputs, *others = [inputs] if entry.buckets is None else bucket_examples(inputs, entry.buckets)
         return replace(
             program,
+            model=model,
             inputs=inputs,
             targets=targets,
             loss_fn=loss_fn,
