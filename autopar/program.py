@@ -170,7 +170,13 @@ class ParallelProgram(Compiled):
             self.options.at_run_time(),
             self.cluster.size - self.plan.ranks,
             {
-                name: EntryContents(e._form, tuple(b._form for b in e.buckets), e.request.pad_values, e.has_loss)
+                name: EntryContents(
+                    e._form,
+                    tuple(b._form for b in e.buckets),
+                    e.request.pad_values,
+                    e.has_loss,
+                    e.request.update if e.training else None,
+                )
                 for name, e in self.entries.items()
             },
         )
@@ -246,6 +252,7 @@ class ParallelProgram(Compiled):
             entries={name: entry.in_process for name, entry in self.entries.items()},
             pad_values=self.request.pad_values,
             options=self.options.at_run_time(),
+            update=self.request.update if self.training else None,
         )
 
     @with_cpu_as_default

@@ -66,12 +66,14 @@ class FormContents:
 
 @dataclass(frozen=True, eq=False)
 class EntryContents:
-    """The part that serves another step. buckets: batches of other shapes of it; has_loss: whether its outputs begin with one."""
+    """The part that serves another step. buckets: batches of other shapes of it; has_loss: whether its outputs begin with one;
+    update: of one that trains."""
 
     form: FormContents
     buckets: tuple[FormContents, ...]
     pad_values: Mapping[str, float]
     has_loss: bool
+    update: UpdateRule | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,6 +206,8 @@ def _program(contents: Contents, worlds: Sequence[int] = ()) -> _Program:
                 entry.has_loss,
                 _buckets(entry.buckets, f"{entry_folder(name)}/"),
                 entry.pad_values,
+                entry.update is not None,
+                named_rule(entry.update),
             )
             for name, entry in contents.entries.items()
         },
@@ -244,7 +248,8 @@ def _texts(contents: Contents, worlds: Sequence[int]) -> dict[str, str]:
     if names:
         texts["user_ops.py"] = user_ops_source(names)
     per_node, gpus = min(contents.ranks_per_node, ranks), contents.facts["machines"]["gpu"]
-    modules = factory_modules(contents.update) if contents.update is not None else []
+    rules = [rule for rule in (contents.update, *(e.update for e in contents.entries.values())) if rule is not None]
+    modules = sorted({module for rule in rules for module in factory_modules(rule)})
     sizes = (ranks, *worlds)
     least, nodes, most = (max(size // per_node, 1) for size in (min(sizes), ranks, max(sizes)))
     values = {"ranks": ranks, "nodes": nodes, "per_node": per_node, "gpus": gpus, "modules": modules}

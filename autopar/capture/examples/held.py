@@ -50,7 +50,7 @@ class Held:
         return {own: names[id(tensor)] for own, tensor in _tensors(module).items()}
 
     def parameters(self) -> dict[str, Parameter]:
-        """What programs hold as parameters, each once, by name."""
+        """The parameters, each once, by name."""
         found: dict[int, Parameter] = {}
         for name, tensor in self.tensors().items():
             if isinstance(tensor, nn.Parameter):
@@ -60,7 +60,7 @@ class Held:
         return {parameter.name: parameter for parameter in found.values()}
 
     def buffers(self) -> dict[str, Buffer]:
-        """What programs hold as buffers, by name."""
+        """The buffers, by name."""
         persistent = {id(t) for m in (self.first, *self.others.values()) for t in m.state_dict(keep_vars=True).values()}
         return {
             name: Buffer(name, TensorType.of(tensor), id(tensor) in persistent)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..comm.comm import Comm
@@ -18,9 +19,12 @@ from ..comm.nodes import use_nodes
 from ..errors import RuntimeProgramError
 from ..guards import Guards
 from ..memory.tiers import Tiers
-from ..program.layout import local_slices
+from ..program.layout import local_shape, local_slices
 from ..program.shapes import PadValues, Shapes
 from ..program.tables import Modules, Pipeline, StageTables
+from ..update.clipping import counts
+from ..update.update import Updater
+from ..update.update_rule import UpdateRule, check_sharded
 from .absent_gradients import Absent
 from .pipeline import Executor
 from .shared import Shared, held_alike
@@ -29,10 +33,12 @@ from .stage import Stage
 
 @dataclass(frozen=True)
 class EntryModules:
-    """The modules of an entry: pipeline.py and stages of every shape of its batches, and what inputs are padded with."""
+    """The modules of an entry: pipeline.py and stages of every shape of its batches, what inputs are padded with, and how
+    parameters follow from gradients."""
 
     forms: Sequence[tuple[Any, Modules]]
     pad: PadValues = field(default_factory=dict)
+    update: UpdateRule | None = None
 
 
 class Form:
@@ -66,7 +72,7 @@ class Form:
             assert own is not None
             owner = first.stages[index] if first is not None else None
             if owner is not None:
-                _check_stored_alike(tables, owner.tables, own, owner.comm, pipeline.training)
+                _check_stored_alike(tables, owner.tables, own, owner.comm)
             held = {info.name: value for form in earlier for info, value in form.stages[index].stored()}
             held = held if earlier else self._held(index)
             self.stages[index] = Stage(
@@ -88,21 +94,58 @@ class Form:
 
 
 class EntryForms:
-    """The forms of an entry. Raises RuntimeProgramError where some train and some do not."""
+    """The forms of an entry, and what updates the parameters that it trains. Raises RuntimeProgramError where its forms train
+    others."""
 
-    def __init__(self, forms: Sequence[Form], pad: PadValues) -> None:
+    def __init__(self, forms: Sequence[Form], pad: PadValues, rule: UpdateRule, comm: Comm) -> None:
         self.forms = tuple(forms)
         self.shapes = Shapes([form.pipeline.inputs for form in forms], pad)
         self.training = forms[0].pipeline.training
-        if any(form.pipeline.training != self.training for form in forms):
+        self.stages = forms[0].stages
+        for index, stage in self.stages.items():
+            for form in forms[1:]:
+                if other := sorted(form.stages[index].tables.gradients.keys() ^ stage.tables.gradients.keys()):
+                    raise RuntimeProgramError(
+                        f"stage {index}: not every form makes a gradient of {', '.join(other)}; emit it again"
+                    )
+        self.opt_params = {n: p for stage in self.stages.values() for n, p in stage.opt_params.items()}
+        self.updater = self._updater(rule, comm)
+        for one in self.updater.optimizers:
+            self._check_optimizer(one)
+        if rule.loss_scaling is not None and any(stage.rt.grads.feeds_back for stage in self.stages.values()):
             raise RuntimeProgramError(
-                "some shapes of a step train, and some do not; were its files mixed? Emit it again"
+                "int8 gradients keep what they have not sent in units of the loss scale, which moves; train without loss "
+                "scaling, or compile with gradient_compression='bf16'"
             )
 
     def of(self, batch: Sequence[Tensor]) -> tuple[Form, Sequence[Tensor]]:
         """The form of a batch, and the batch padded as that takes it. Raises GuardError."""
         place, shaped = self.shapes.of(batch)
         return self.forms[place], shaped
+
+    def _updater(self, rule: UpdateRule, comm: Comm) -> Updater:
+        """The updater of this rank's parameters; one of no parameters where the entry does not train."""
+        if not self.training:
+            return Updater(UpdateRule(), {}, {}, (), comm)
+        pipeline = self.forms[0].pipeline
+        rows = [row for stage in pipeline.stages for row in pipeline.optimized(stage)]
+        every = {row.name: (len(row.shape), row.dtype) for row in rows}
+        counted = {
+            name
+            for stage in self.stages.values()
+            for name in stage.opt_params
+            if counts(stage.tables.parameters[name].opt_spec, stage.comm)
+        }
+        return Updater(rule, self.opt_params, every, counted, comm)
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        taken, cut = {id(p) for group in optimizer.param_groups for p in group["params"]}, []
+        for stage in self.stages.values():
+            for name in (name for name, parameter in stage.opt_params.items() if id(parameter) in taken):
+                info = stage.tables.parameters[name]
+                if local_shape(info.shape, info.opt_spec, stage.comm) != info.shape:
+                    cut.append(name)
+        check_sharded(optimizer, cut)
 
 
 def _check_alike(pipeline: Pipeline, first: Pipeline) -> None:
@@ -120,8 +163,8 @@ def _sizes(pipeline: Pipeline) -> list[tuple[dict[str, int], int]]:
     return [({axis: int(size) for axis, size in mesh.items()}, first) for mesh, first in pipeline.meshes]
 
 
-def _check_stored_alike(tables: StageTables, first: StageTables, comm: Comm, first_comm: Comm, training: bool) -> None:
-    """Raises RuntimeProgramError where a form stores a parameter otherwise than the first one, or trains others."""
+def _check_stored_alike(tables: StageTables, first: StageTables, comm: Comm, first_comm: Comm) -> None:
+    """Raises RuntimeProgramError where a form stores a parameter otherwise than the first one."""
     for name, info in tables.parameters.items():
         known = first.parameters.get(name)
         specs = () if known is None else (info.spec, info.opt_spec)
@@ -131,6 +174,3 @@ def _check_stored_alike(tables: StageTables, first: StageTables, comm: Comm, fir
                 f"stage {tables.index}: a form stores {name} as {info.stored_as}, the first one as "
                 f"{known and known.stored_as}; were its files mixed? Emit it again"
             )
-    if training and tables.gradients.keys() != first.gradients.keys():
-        other = ", ".join(sorted(tables.gradients.keys() ^ first.gradients.keys()))
-        raise RuntimeProgramError(f"stage {tables.index}: not every form makes a gradient of {other}; emit it again")
