@@ -154,9 +154,9 @@ class State:
                     elif value.data_ptr() != state[key].data_ptr():
                         state[key].copy_(value)
         for stage in self.stages.values():
-            for name, entry in unsent_entries(stage).items():
-                if local[name].data_ptr() != entry.value.data_ptr():
-                    entry.value.copy_(local[name])
+            for name, unsent in unsent_entries(stage).items():
+                if local[name].data_ptr() != unsent.value.data_ptr():
+                    unsent.value.copy_(local[name])
         if self.parts is not None:
             self.parts.park()
         for one in self.entries.values():
