@@ -11,7 +11,7 @@ from tests.integrations.compared import differences, started, told
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 SCRIPT = "trainer_script.py"
-CASES = ("bert", "gpt2", "smoothing", "early")
+CASES = ("bert", "gpt2", "smoothing", "early", "own")
 ADAPTERS = ("llama_lora",)
 
 
