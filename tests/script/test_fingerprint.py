@@ -191,6 +191,17 @@ def test_every_argument_counts(part: str, tmp_path: Path) -> None:
     assert first.key != other.key
 
 
+def test_variables_of_the_environment_that_code_reads_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    helpers = HELPERS.replace("import torch", "import os\nimport torch", 1)
+    helpers = helpers.replace("x + 1.0", 'x + float(os.environ.get("FP_SHIFT", "1"))')
+    model = written(tmp_path, helpers=helpers).Block()
+    first = asked(model)
+    monkeypatch.setenv("FP_OTHER", "2")
+    assert asked(model).key == first.key
+    monkeypatch.setenv("FP_SHIFT", "2")
+    assert asked(model).parts["model"] != first.parts["model"]
+
+
 def test_the_numbers_of_a_batch_count_where_branches_follow_them(tmp_path: Path) -> None:
     model = written(tmp_path).Block()
     options = autopar.Options(branches="as-example")
