@@ -27,6 +27,7 @@ from autopar.cluster.device import dtype_name
 from autopar.cluster.here import HERE, cluster_here
 from autopar.errors import AutoparError, InputError, PlanError
 from autopar.ir.memory_levers import PRECISIONS
+from autopar.ir.schedules import SCHEDULES
 from autopar.options import Entry, Options, checked_entries
 from autopar.plan import Plan, checked_plan
 from autopar.runtime.gradients.compression import CODECS
@@ -140,6 +141,22 @@ class Request:
             chunks=None,
             schedule="auto",
             stage_boundaries=None,
+            microbatches=microbatches,
+            order=order,
+        )
+        request = replace(self, cluster=as_computed(cluster, options), options=options, plan=None)
+        _check(request)
+        return request
+
+    def where_slower(self, cluster: ClusterSpec, microbatches: int | None, order: int | None) -> Request:
+        """The same step, and all that the options say of ranks, on a cluster of the same ranks of which some are slower, none of
+        them idle. Groups of several stages, which are to be alike, are left out. microbatches, order: as of `on_cluster`."""
+        several = self.options.schedule != "auto" and SCHEDULES[self.options.schedule].stages[0] > 1
+        options = replace(
+            self.options,
+            chunks=None,
+            schedule="auto" if several else self.options.schedule,
+            idle_ranks=False,
             microbatches=microbatches,
             order=order,
         )
