@@ -136,6 +136,14 @@ def test_code_counts_wherever_it_is(what: str, tmp_path: Path) -> None:
     assert asked(written(tmp_path, model, helpers).Block()).parts["model"] != first.parts["model"]
 
 
+def test_what_code_imports_when_it_runs_counts(tmp_path: Path) -> None:
+    model = MODEL.replace("import {helpers} as helpers\n", "").replace(" * helpers.FACTOR", "")
+    first = asked(written(tmp_path, model).Block())
+    assert not first.unknown
+    other = HELPERS.replace("x + 1.0", "x + 2.0")
+    assert asked(written(tmp_path, model, other).Block()).parts["model"] != first.parts["model"]
+
+
 def tied(model: Any) -> None:
     model.two.weight = model.one.weight
 
