@@ -214,7 +214,7 @@ def _arguments(source: str, function: Any) -> tuple[str, ...]:
         signature.bind(**dict.fromkeys(takes))
     except TypeError as error:
         raise RuntimeProgramError(
-            f"--data {source!r} is called without arguments, or with those of {', '.join(GIVEN)} that it has: {error}"
+            f"--data {source!r} is called without arguments: {error}; it is given those of {', '.join(GIVEN)} that it has"
         ) from error
     if {"start", "epoch"} <= {*takes}:
         raise RuntimeProgramError(
