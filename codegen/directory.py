@@ -46,6 +46,7 @@ from autopar.runtime.program.factories import NamedFactory, NamedRule, factory_m
 from autopar.runtime.program.machines import Machines
 from autopar.runtime.program.manifest import TUNED, WORLDS, BucketFiles, EntryFiles, Manifest, world_folder
 from autopar.runtime.program.run_options import DEFAULTS, RunOptions
+from autopar.runtime.update.averaging import Averaging
 from autopar.runtime.update.update_rule import UpdateRule
 
 MOST_RANK_FILES = 1024
@@ -67,13 +68,14 @@ class FormContents:
 @dataclass(frozen=True, eq=False)
 class EntryContents:
     """The part that serves another step. buckets: batches of other shapes of it; has_loss: whether its outputs begin with one;
-    update: of one that trains."""
+    update: of one that trains; averaging: of one that computes with averages."""
 
     form: FormContents
     buckets: tuple[FormContents, ...]
     pad_values: Mapping[str, float]
     has_loss: bool
     update: UpdateRule | None = None
+    averaging: Averaging | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,6 +210,7 @@ def _program(contents: Contents, worlds: Sequence[int] = ()) -> _Program:
                 entry.pad_values,
                 entry.update is not None,
                 named_rule(entry.update),
+                entry.averaging,
             )
             for name, entry in contents.entries.items()
         },

@@ -22,6 +22,7 @@ from ..memory.tiers import Tiers
 from ..program.layout import local_shape, local_slices
 from ..program.shapes import PadValues, Shapes
 from ..program.tables import Modules, Pipeline, StageTables
+from ..update.averaging import Averages, Averaging
 from ..update.clipping import counts
 from ..update.update import Updater
 from ..update.update_rule import UpdateRule, check_sharded
@@ -33,17 +34,19 @@ from .stage import Stage
 
 @dataclass(frozen=True)
 class EntryModules:
-    """The modules of an entry: pipeline.py and stages of every shape of its batches, what inputs are padded with, and how
-    parameters follow from gradients."""
+    """The modules of an entry: pipeline.py and stages of every shape of its batches, what inputs are padded with, how
+    parameters follow from gradients, and which of them it averages."""
 
     forms: Sequence[tuple[Any, Modules]]
     pad: PadValues = field(default_factory=dict)
     update: UpdateRule | None = None
+    averaging: Averaging | None = None
 
 
 class Form:
     """A pipeline on one rank. earlier: forms whose tensors this one uses, the first of which has the parameters and the
-    communicators. Buffers that hold constants have names that say what they hold, so equal ones are one."""
+    communicators; apart: parameters of which it has tensors of its own, averages. Buffers that hold constants have names that
+    say what they hold, so equal ones are one."""
 
     def __init__(
         self,
@@ -55,8 +58,9 @@ class Form:
         tiers: Tiers,
         guards: Guards,
         earlier: Sequence[Form] = (),
+        apart: frozenset[str] = frozenset(),
     ) -> None:
-        self.pipeline = pipeline
+        self.pipeline, self.apart = pipeline, apart
         first = earlier[0] if earlier else None
         if first is not None:
             _check_alike(pipeline, first.pipeline)
@@ -73,8 +77,14 @@ class Form:
             owner = first.stages[index] if first is not None else None
             if owner is not None:
                 _check_stored_alike(tables, owner.tables, own, owner.comm)
-            held = {info.name: value for form in earlier for info, value in form.stages[index].stored()}
-            held = held if earlier else self._held(index)
+            held = {
+                info.name: value
+                for form in earlier
+                for info, value in form.stages[index].stored()
+                if (info.name in form.apart) == (info.name in apart)
+            }
+            own_held = self._held(index)
+            held = {n: v for n, v in own_held.items() if n in apart} | held if earlier else own_held
             self.stages[index] = Stage(
                 pipeline, tables, own, seed, bucket_bytes, held, compensated, tiers, guards, owner
             )
@@ -97,7 +107,16 @@ class EntryForms:
     """The forms of an entry, and what updates the parameters that it trains. Raises RuntimeProgramError where its forms train
     others."""
 
-    def __init__(self, forms: Sequence[Form], pad: PadValues, rule: UpdateRule, comm: Comm) -> None:
+    def __init__(
+        self,
+        forms: Sequence[Form],
+        pad: PadValues,
+        rule: UpdateRule,
+        comm: Comm,
+        averaging: Averaging | None = None,
+        first: Form | None = None,
+    ) -> None:
+        """averaging, first: of an entry that averages parameters of the session's first form."""
         self.forms = tuple(forms)
         self.shapes = Shapes([form.pipeline.inputs for form in forms], pad)
         self.training = forms[0].pipeline.training
@@ -108,6 +127,17 @@ class EntryForms:
                     raise RuntimeProgramError(
                         f"stage {index}: not every form makes a gradient of {', '.join(other)}; emit it again"
                     )
+        self.trained: frozenset[str] = frozenset()
+        self.averages: Averages | None = None
+        self.averaging = averaging
+        if averaging is not None and first is not None:
+            pairs = {
+                id(stage.rt.params[name]): (stage.rt.params[name], first.stages[index].rt.params[name])
+                for index, stage in self.stages.items()
+                for name in averaging.names
+                if name in stage.rt.params
+            }
+            self.averages = Averages(averaging.decay, tuple(pairs.values()))
         self.opt_params = {n: p for stage in self.stages.values() for n, p in stage.opt_params.items()}
         self.updater = self._updater(rule, comm)
         for one in self.updater.optimizers:
@@ -123,6 +153,11 @@ class EntryForms:
         place, shaped = self.shapes.of(batch)
         return self.forms[place], shaped
 
+    def follow(self, names: frozenset[str]) -> None:
+        """A step has updated these parameters: they are averaged, if this entry computes with averages of one of them."""
+        if self.averages is not None and self.averaging is not None and names & {*self.averaging.names}:
+            self.averages.update()
+
     def _updater(self, rule: UpdateRule, comm: Comm) -> Updater:
         """The updater of this rank's parameters; one of no parameters where the entry does not train."""
         if not self.training:
@@ -130,6 +165,7 @@ class EntryForms:
         pipeline = self.forms[0].pipeline
         rows = [row for stage in pipeline.stages for row in pipeline.optimized(stage)]
         every = {row.name: (len(row.shape), row.dtype) for row in rows}
+        self.trained = frozenset(every)
         counted = {
             name
             for stage in self.stages.values()
