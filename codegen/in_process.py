@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -118,13 +118,6 @@ def stage_module(source: str, name: str, importable: Mapping[str, types.ModuleTy
     return module
 
 
-def train(
-    session: Session, batches: Sequence[Sequence[torch.Tensor]], steps: int
-) -> tuple[list[torch.Tensor], list[Any]]:
-    """Losses of `steps` optimizer steps over the batches, again from the first when they run out, and what they give beside
-    these, if they do."""
-    losses, extras = [], []
-    for i in range(steps):
-        losses.append(session.train_step(list(batches[i % len(batches)])).clone())
-        extras += [] if session.extras is None else [session.extras]
-    return losses, extras
+def train(session: Session, batches: Sequence[Sequence[torch.Tensor]], steps: int) -> list[torch.Tensor]:
+    """Losses of `steps` optimizer steps over the batches, again from the first when they run out."""
+    return [session.train_step(list(batches[i % len(batches)])).clone() for i in range(steps)]
