@@ -116,8 +116,3 @@ def stage_module(source: str, name: str, importable: Mapping[str, types.ModuleTy
     module.__dict__["__source__"] = source
     exec(compile(source, f"<{name}>", "exec"), module.__dict__)
     return module
-
-
-def train(session: Session, batches: Sequence[Sequence[torch.Tensor]], steps: int) -> list[torch.Tensor]:
-    """Losses of `steps` optimizer steps over the batches, again from the first when they run out."""
-    return [session.train_step(list(batches[i % len(batches)])).clone() for i in range(steps)]
