@@ -140,7 +140,13 @@ class ParallelProgram(Compiled):
             self.options.at_run_time(),
             self.cluster.size - self.plan.ranks,
             {
-                name: EntryContents(e._form, tuple(b._form for b in e.buckets), e.request.pad_values, e.has_loss)
+                name: EntryContents(
+                    e._form,
+                    tuple(b._form for b in e.buckets),
+                    e.request.pad_values,
+                    e.has_loss,
+                    e.request.update if e.training else None,
+                )
                 for name, e in self.entries.items()
             },
         )
@@ -152,7 +158,7 @@ class ParallelProgram(Compiled):
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The model's parameters, buffers and captured constants by table name."""
-        tensors = self.captured.exported.constants | model_tensors(self.model)
+        tensors = self.captured.exported.constants | self.request.tensors
         own = {name: tensors[name].detach() for name in (*self.ir.parameters, *self.ir.buffers)}
         for other in (*self.buckets, *self.entries.values()):
             own = other.weights() | own
@@ -216,6 +222,7 @@ class ParallelProgram(Compiled):
             entries={name: entry.in_process for name, entry in self.entries.items()},
             pad_values=self.request.pad_values,
             options=self.options.at_run_time(),
+            update=self.request.update if self.training else None,
         )
 
     def local_rows(self, rank: int) -> DataShard:

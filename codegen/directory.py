@@ -77,12 +77,14 @@ class FormContents:
 
 @dataclass(frozen=True, eq=False)
 class EntryContents:
-    """The part that serves another step. buckets: batches of other shapes of it; has_loss: whether its outputs begin with one."""
+    """The part that serves another step. buckets: batches of other shapes of it; has_loss: whether its outputs begin with one;
+    update: of one that trains."""
 
     form: FormContents
     buckets: tuple[FormContents, ...]
     pad_values: Mapping[str, float]
     has_loss: bool
+    update: UpdateRule | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,6 +224,8 @@ def _program(contents: Contents, worlds: Sequence[int] = (), slower: int = 0) ->
                 entry.has_loss,
                 _buckets(entry.buckets, f"{entry_folder(name)}/"),
                 entry.pad_values,
+                entry.update is not None,
+                named_rule(entry.update, name),
             )
             for name, entry in contents.entries.items()
         },
@@ -262,9 +266,11 @@ def _texts(contents: Contents, worlds: Sequence[int]) -> dict[str, str]:
     if names:
         texts["user_ops.py"] = user_ops_source(names)
     per_node, gpus = min(contents.ranks_per_node, ranks), contents.facts["machines"]["gpu"]
-    if factories := factories_source(contents.update):
+    own_rules = {"": contents.update, **{name: entry.update for name, entry in contents.entries.items()}}
+    if factories := factories_source(own_rules):
         texts[f"{USER_FACTORIES}.py"] = factories
-    modules = factory_modules(contents.update) if contents.update is not None else []
+    rules = [rule for rule in own_rules.values() if rule is not None]
+    modules = sorted({module for rule in rules for module in factory_modules(rule)})
     sizes = (ranks, *worlds)
     least, nodes, most = (max(size // per_node, 1) for size in (min(sizes), ranks, max(sizes)))
     values = {"ranks": ranks, "nodes": nodes, "per_node": per_node, "gpus": gpus, "modules": modules}

@@ -21,7 +21,7 @@ from ..data.whole_files import current
 from ..errors import RuntimeProgramError
 from ..update.update_rule import UpdateRule
 from .batches import BatchInput, module_of
-from .factories import NamedRule
+from .factories import NamedFactory, NamedRule
 from .machines import Machines
 from .run_options import DEFAULTS, RunOptions, Seed
 from .tables import show_meshes
@@ -61,6 +61,8 @@ class EntryFiles:
     pad_values: Annotated[Mapping[str, float], Length(most=1024)] = field(
         default_factory=dict, metadata=kept(beside="buckets")
     )
+    training: bool = field(default=False, metadata=SPARSE)
+    update: NamedRule | None = field(default=None, metadata=SPARSE)
 
 
 @dataclass(frozen=True)
@@ -181,9 +183,16 @@ class Manifest:
         """`dp=2 × tp=2`, or `2 stages: dp=2 | dp=2`."""
         return show_meshes([sizes_of(stage["mesh"]) for stage in self.load_pipeline().STAGES])
 
-    def update_rule(self) -> UpdateRule:
-        """How parameters follow from gradients; nothing without `update`. Raises RuntimeProgramError."""
-        return self.update.imported(self.directory) if self.training and self.update is not None else UpdateRule()
+    def update_rule(self, entry: str = "") -> UpdateRule:
+        """How parameters follow from gradients in an entry; nothing without `update`. Raises RuntimeProgramError."""
+        of = self.entries[entry] if entry else self
+        return of.update.imported(self.directory) if of.training and of.update is not None else UpdateRule()
+
+    @property
+    def factories(self) -> tuple[NamedFactory, ...]:
+        """All that makes optimizers and schedulers."""
+        rules = (self.update, *(entry.update for entry in self.entries.values()))
+        return tuple(factory for rule in rules if rule is not None for factory in rule.factories)
 
 
 def tuned(directory: Path) -> Path | None:

@@ -56,7 +56,8 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
         if arguments.preflight:
             return preflight(directory, chosen_backend(arguments.backend).transport.name, arguments)
         manifest = manifest_for(directory, started_ranks(), spares=bool(arguments.run), idle=True)
-        manifest.update_rule()
+        for name in ("", *manifest.entries):
+            manifest.update_rule(name)
         _check_arguments(arguments, manifest)
     except RuntimeProgramError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
