@@ -1,4 +1,4 @@
-# make demo | test-fast | test | test-all | gpu | lint | typecheck | bench | models. Each makes .venv first, once.
+# make demo | test-fast | test | test-all | gpu | lint | typecheck | bench | models | integrations. Each makes .venv first, once.
 #
 #   PYTHON=python3.12   the interpreter that .venv is made from (3.11 or newer)
 #   TORCH_INDEX=URL     an extra package index with CPU builds of torch (see the install page of pytorch.org); without
@@ -23,7 +23,7 @@ endif
 export OMP_NUM_THREADS = 1
 PYTEST := $(PY) -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: help demo test-fast test test-all gpu lint typecheck bench models clean
+.PHONY: help demo test-fast test test-all gpu lint typecheck bench models integrations clean
 help:
 	@sed -n '1,9s/^# \{0,1\}//p' Makefile
 
@@ -91,6 +91,11 @@ models: $(READY)
 	@mkdir -p $(dir $(SWEEP))
 	$(PY) -m benchmarks.architectures.sweep $(SWEEP)
 	$(PY) -m benchmarks.architectures.page $(SWEEP) docs/models.md
+
+# Scripts of other packages' trainers (the extra `integrations`) against the same on one device.
+integrations: $(READY)
+	$(PY) -m pip install --quiet --no-input -c constraints.txt -e '.[integrations]'
+	$(PY) -m pytest -q -n 0 tests/integrations
 
 clean:
 	rm -rf build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis

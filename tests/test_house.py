@@ -54,6 +54,7 @@ ORDER = """
     api
     script
     cli
+    integrations
 """
 """Rooms in the order in which they may know each other; rooms in one line do not import each other. A room is a folder or
 a module of `autopar/`, the folder beside it of that name, or a folder of `passes/`."""

@@ -1,0 +1,101 @@
+"""An optimizer that somebody made over a model's parameters, as a factory of the same one over a rank's shards of them.
+
+    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
+    groups    = [(("embed.weight", …), {"lr": …, "weight_decay": 0.1}), (("norm.weight", …), {"lr": …, "weight_decay": 0.0})]
+    factory   = functools.partial(regrouped, kind=torch.optim.AdamW, groups=groups)
+
+A rank has parameters of its own stages alone, so groups are known by the names of their members. What an optimizer's groups do
+not say, and a new one of its class does not have by itself, cannot be carried over and is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import InputError
+from autopar.runtime.data.origin import name_of
+
+Groups = Sequence[tuple[tuple[str, ...], Mapping[str, Any]]]
+"""Names of parameters, and what their group says."""
+_OWN_STATE = frozenset({"state", "param_groups", "defaults"})
+
+
+def factory_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Callable[..., torch.optim.Optimizer]:
+    """A factory, as `compile` takes it, of an optimizer that is over a model's parameters and has not stepped yet.
+
+    Raises InputError where a parameter is none of the model's, where the optimizer has state, or where a new one of its class
+    would be another.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    kind = type(optimizer).__name__
+    if optimizer.state:
+        raise InputError(f"this {kind} has stepped already; make a new one, whose state the program makes on its ranks")
+    groups = []
+    for index, group in enumerate(optimizer.param_groups):
+        foreign = [tuple(p.shape) for p in group["params"] if id(p) not in names]
+        if foreign:
+            raise InputError(
+                f"group {index} of this {kind} has a parameter of shape {foreign[0]} that is none of the model's; make the "
+                "optimizer of the parameters of the model that is trained, after it has its last form"
+            )
+        said = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        groups.append((tuple(names[id(p)] for p in group["params"]), said))
+    again = type(optimizer)
+    _check_alike(optimizer, regrouped(list(model.named_parameters()), again, groups))
+    return functools.partial(regrouped, kind=again, groups=groups)
+
+
+def regrouped(
+    named_parameters: Sequence[tuple[str, nn.Parameter]], kind: Callable[..., torch.optim.Optimizer], groups: Groups
+) -> torch.optim.Optimizer:
+    """The optimizer of a kind over those of these parameters that groups name. Raises InputError where it cannot be made."""
+    own = dict(named_parameters)
+    members = [{**said, "params": [own[name] for name in names if name in own]} for names, said in groups]
+    try:
+        return kind(members)
+    except TypeError as error:
+        raise InputError(
+            f"{name_of(kind)} cannot be made of parameter groups alone ({error}); use an optimizer whose arguments are those of "
+            "its groups, as torch.optim's are"
+        ) from error
+
+
+def _check_alike(given: torch.optim.Optimizer, again: torch.optim.Optimizer) -> None:
+    """Raises InputError where two optimizers differ in something that their groups do not say."""
+    kind = type(given).__name__
+    for ours, theirs in zip(given.param_groups, again.param_groups, strict=True):
+        told = {key for key in ours.keys() | theirs.keys() if key not in ("params", "param_names")}
+        if unlike := [key for key in sorted(told) if not _same(ours.get(key), theirs.get(key))]:
+            raise InputError(f"a {kind} made again of its groups has another {unlike[0]}; use one of torch.optim")
+    ours, theirs = (
+        {k: v for k, v in vars(one).items() if k not in _OWN_STATE and not k.startswith("_") and not callable(v)}
+        for one in (given, again)
+    )
+    if unlike := [key for key in sorted(ours.keys() | theirs.keys()) if not _same(ours.get(key), theirs.get(key))]:
+        raise InputError(
+            f"this {kind} holds {unlike[0]!r} outside its parameter groups, so ranks cannot make it again of their shards; use "
+            "an optimizer whose arguments are those of its groups, as torch.optim's are"
+        )
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, Tensor) or isinstance(theirs, Tensor):
+        return isinstance(ours, Tensor) and isinstance(theirs, Tensor) and torch.equal(ours, theirs)
+    return bool(ours == theirs)
+
+
+def follow(scheduler: Any, given: torch.optim.Optimizer, own: torch.optim.Optimizer) -> None:
+    """Have a scheduler that was made for an optimizer set the learning rates of another one of the same groups.
+
+    given: the optimizer that it was made for; own: the one that it is to set.
+    """
+    if getattr(scheduler, "optimizer", None) is given:
+        scheduler.optimizer = own
+    for inner in (*getattr(scheduler, "_schedulers", ()), getattr(scheduler, "after_scheduler", None)):
+        if inner is not None:
+            follow(inner, given, own)

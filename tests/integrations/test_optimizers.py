@@ -1,0 +1,59 @@
+"""An optimizer over a model's parameters is made again, group by group, over the shards that a rank has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.errors import InputError
+from autopar.integrations.optimizers import factory_of, follow
+
+
+def test_groups_and_what_they_say_are_the_same_for_the_parameters_a_rank_has() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    groups = [{"params": model[0].parameters(), "weight_decay": 0.1}, {"params": model[1].parameters(), "lr": 0.5}]
+    given = torch.optim.AdamW(groups, lr=0.25, betas=(0.8, 0.9))
+    shards = [("0.weight", nn.Parameter(torch.zeros(2, 4))), ("1.bias", nn.Parameter(torch.zeros(4)))]
+    own = factory_of(given, model)(shards)
+    assert type(own) is torch.optim.AdamW
+    assert [[p.shape for p in group["params"]] for group in own.param_groups] == [[(2, 4)], [(4,)]]
+    said = [(group["lr"], group["weight_decay"], group["betas"]) for group in own.param_groups]
+    assert said == [(0.25, 0.1, (0.8, 0.9)), (0.5, 0.01, (0.8, 0.9))]
+
+
+class Drifting(torch.optim.SGD):
+    """An optimizer that keeps a number outside its groups."""
+
+    def __init__(self, params: object, drift: float = 0.0) -> None:
+        super().__init__(params, lr=0.1)  # type: ignore[arg-type]
+        self.drift = drift
+
+
+def test_an_optimizer_that_cannot_be_made_again_is_refused_by_name() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(InputError, match="'drift'"):
+        factory_of(Drifting(model.parameters(), drift=0.5), model)
+    with pytest.raises(InputError, match="none of the model's"):
+        factory_of(torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1), model)
+    stepped = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    stepped.step()
+    with pytest.raises(InputError, match="has stepped"):
+        factory_of(stepped, model)
+
+
+def test_a_scheduler_sets_the_learning_rates_of_the_optimizer_that_took_the_others_place() -> None:
+    model = nn.Linear(4, 4)
+    given = torch.optim.SGD(model.parameters(), lr=1.0)
+    parts = [torch.optim.lr_scheduler.ConstantLR(given, 0.5, 2), torch.optim.lr_scheduler.ExponentialLR(given, 0.5)]
+    scheduler = torch.optim.lr_scheduler.SequentialLR(given, parts, [2])
+    own = factory_of(given, model)([("weight", nn.Parameter(torch.zeros(2, 4)))])
+    follow(scheduler, given, own)
+    rates = []
+    for _ in range(4):
+        own.step()
+        scheduler.step()
+        rates.append(own.param_groups[0]["lr"])
+    assert rates == [0.5, 1.0, 0.5, 0.25]
+    assert given.param_groups[0]["lr"] == 0.5, "the first one's rate stays what it was"
