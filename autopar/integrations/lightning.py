@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from autopar.capture.examples.trees import check_like, flatten, rebuild
 from autopar.errors import InputError
-from autopar.integrations.optimizers import factory_of, follow
+from autopar.script.optimizers import factory_of, follow
 from autopar.integrations.picked import PickedInSums
 from autopar.integrations.rehearsed import rehearse
 from autopar.integrations.unseen import Unseen

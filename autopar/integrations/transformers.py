@@ -36,7 +36,7 @@ from transformers.trainer import SCHEDULER_NAME
 from autopar.errors import InputError
 from autopar.integrations.objective import ITEMS, STEPS, Objective, loss_and_extras
 from autopar.integrations.one_process import as_first_rank, as_one_process
-from autopar.integrations.optimizers import factory_of, follow
+from autopar.script.optimizers import factory_of, follow
 from autopar.integrations.rehearsed import rehearse
 from autopar.integrations.training_arguments import check_arguments
 from autopar.options import Options

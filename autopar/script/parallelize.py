@@ -38,6 +38,7 @@ from autopar.runtime.run.loaded import LoadedProgram, load
 from autopar.runtime.step.same_data import checksum, odd_ranks
 from autopar.runtime.update.update_rule import ClipNorm, LossScaling, OptimizerFactory, SchedulerFactory, UpdateRule
 from autopar.script.fingerprint import fingerprint
+from autopar.script.optimizers import factory_of, taking_over
 from autopar.script.step import Step
 from autopar.script.together import Ranks, leave_group_at_end, program_directory
 
@@ -50,7 +51,7 @@ def parallelize(
     example_inputs: Any,
     *,
     loss_fn: LossFunction | None = None,
-    optimizer: OptimizerFactory | UpdateRule | None = None,
+    optimizer: OptimizerFactory | UpdateRule | torch.optim.Optimizer | None = None,
     scheduler: SchedulerFactory | None = None,
     clip_grad_norm: float | ClipNorm | None = None,
     clip_grad_value: float | None = None,
@@ -68,7 +69,8 @@ def parallelize(
 ) -> Step:
     """The training step of a model on the ranks that run this script, all of which call this with the same arguments.
 
-    Arguments are those of `autopar.compile`; factories may be lambdas. cluster: "here", or a description of as many devices as
+    Arguments are those of `autopar.compile`; factories may be lambdas. optimizer: or one over the model's parameters, which
+    has this rank's shards of them in its groups afterwards. cluster: "here", or a description of as many devices as
     there are ranks. The model's weights are the first ones: those of rank 0, where ranks made others. weights: a checkpoint or a
     directory of safetensors instead, which a model on the meta device needs. backend: "nccl" or "gloo", where the usual one is
     not meant. rows: "local", where each rank is given its own rows of every batch alone (`step.shard`). timeout_s: that ranks
@@ -85,12 +87,13 @@ def parallelize(
             f"{'s' if ranks.size > 1 else ''}; start it with torchrun --nproc-per-node {described.size} on one machine (see "
             'torchrun for several), or give cluster="here"'
         )
+    given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     request = request_of(
         model,
         described,
         example_inputs,
         loss_fn=loss_fn,
-        optimizer=optimizer,
+        optimizer=optimizer if given is None else factory_of(given, model),
         scheduler=scheduler,
         clip_grad_norm=clip_grad_norm,
         clip_grad_value=clip_grad_value,
@@ -117,9 +120,10 @@ def parallelize(
         )
     if ranks.met is not None:
         leave_group_at_end()
-    program = load(
-        manifest, backend, weights=weights, rows=rows, timeout_s=timeout_s, met=ranks.met, update=request.update
-    )
+    update = request.update
+    if given is not None and update is not None:
+        update = replace(update, optimizer=taking_over(given, model))
+    program = load(manifest, backend, weights=weights, rows=rows, timeout_s=timeout_s, met=ranks.met, update=update)
     if weights is None:
         _take_weights(program, model)
     return Step(program, model, directory)
