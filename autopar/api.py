@@ -18,7 +18,7 @@ from autopar.cluster import ClusterSpec
 from autopar.cluster.arrangement import arranged, arrangements, placement_onto
 from autopar.codegen.factories import named_rule
 from autopar.errors import EmitError, InputError, NoRoomError, PlanError
-from autopar.forms import captured_for, laid_out_as, setting_for, with_forms
+from autopar.forms import captured_for, laid_out_as, setting_for, with_forms, with_others
 from autopar.ir.memory_levers import forced_offload
 from autopar.ir.program import Program
 from autopar.ir.setting import Setting
@@ -154,7 +154,7 @@ def _compiled(request: Request, rules: RuleBook, first: ParallelProgram | None =
 
     def setting(ranks: int) -> Setting:
         own = _setting(request, program, ranks)
-        return own if first is None or not request.entry else setting_for(first, own)
+        return with_others(request, program, own, ranks) if first is None else setting_for(first, own)
 
     given = first.plan if first is not None else request.plan
     listed = request.cluster

@@ -17,6 +17,7 @@ from autopar.errors import AutoparError, CaptureError
 from autopar.ir.memory_levers import offload_name
 from autopar.ir.program import Program
 from autopar.ir.setting import Setting
+from autopar.optimizer.examine import examine_on
 from autopar.passes.search.layout import Layout, apart
 from autopar.program import ParallelProgram
 from autopar.request import Request
@@ -38,6 +39,7 @@ def with_forms(first: ParallelProgram, compile_form: Compile) -> ParallelProgram
             error.add_note(f"This is of entries[{name!r}], planned for how the program stores its parameters.")
             raise
         _check_buffers(first, entries[name])
+        _check_trained(first, entries[name])
     timings = _added(program.timings, *(one.timings for one in entries.values()))
     return replace(program, entries=entries, timings=timings)
 
@@ -85,8 +87,19 @@ def captured_for(first: ParallelProgram, request: Request) -> Captured:
 
 
 def setting_for(first: ParallelProgram, own: Setting) -> Setting:
-    """A form's setting: the state of the first one's optimizer rests beside it."""
-    return replace(own, optimizer=first.setting.optimizer, kept=frozenset(first.ir.trained))
+    """A form's setting: the state of all optimizers of the program rests beside it."""
+    return replace(own, optimizer=first.setting.optimizer, kept=first.setting.kept | {*first.ir.trained})
+
+
+def with_others(request: Request, program: Program, own: Setting, ranks: int) -> Setting:
+    """The first program's setting: the state of the optimizers of entries rests beside that of its own. Raises InputError."""
+    for entry in request.entries.values():
+        if entry.gives == "step":
+            names = entry.trained
+            other = examine_on(entry.update, names, ranks)
+            state = own.optimizer.joined({*program.trained, *own.kept}, other, names)
+            own = replace(own, optimizer=state, kept=own.kept | {*names})
+    return own
 
 
 def laid_out_as(first: ParallelProgram, request: Request, program: Program) -> Layout:
@@ -125,6 +138,25 @@ def _check_buffers(first: ParallelProgram, entry: ParallelProgram) -> None:
                 raise CaptureError(
                     f"entries[{entry.request.entry!r}] has the buffer {name}, which steps write, in stages {sorted(ours)}, and "
                     f"the program's own step in {sorted(theirs)}; use Options(pp=1), or read it in the module that writes it"
+                )
+
+
+def _check_trained(first: ParallelProgram, entry: ParallelProgram) -> None:
+    """Raises CaptureError where an entry trains a parameter of several stages, and would not bring it to all that have it, or
+    one that rests in a memory tier."""
+    for form in entry.of_buckets:
+        for name in form.ir.trained if form.training else ():
+            if form.lowered.shared.get(name) != first.lowered.shared.get(name):
+                raise CaptureError(
+                    f"entries[{entry.request.entry!r}] trains {name}, which other stages have than those in which the program's "
+                    "own step uses it; use Options(pp=1)"
+                )
+            if any(
+                p.tier or p.optimizer_tier for stage in first.plan.stages for p in [stage.parameters.get(name)] if p
+            ):
+                raise CaptureError(
+                    f"entries[{entry.request.entry!r}] trains {name}, which rests in a memory tier, or its optimizer's state "
+                    "does, and the program's own step alone trains such parameters; use Options(offload='none')"
                 )
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Annotated, Any, Final, ParamSpec, TypeVar
+
+from torch import nn
 
 from autopar.errors import InputError
 from autopar.ir.memory_levers import OFFLOAD_KINDS, PRECISIONS, RECOMPUTE_POLICIES
@@ -29,6 +31,7 @@ from autopar.runtime.data.schema import (
 from autopar.runtime.gradients.compression import CODECS
 from autopar.runtime.program.manifest import MOST_ENTRIES
 from autopar.runtime.program.run_options import RunOptions, Seed
+from autopar.runtime.update.update_rule import OptimizerFactory, UpdateRule
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -240,17 +243,26 @@ Options.__init__ = with_suggestions(Options.__init__)  # type: ignore[method-ass
 @dataclass(frozen=True, eq=False)
 class Entry:
     """Another step over a program's parameters: the model in eval mode, without gradients. Its result is the pair of the loss
-    (None where there is none) and of what the model returns.
+    (None where there is none) and of what the model returns. With `train` it is a training step, in the mode that the model is
+    in, and its result is the loss.
 
     example_inputs: a global batch as `compile` takes it, of any size; None: the program's own. loss_fn(output, *targets):
-    "inherited" is the program's own; None: the model's output alone, or `.loss` of it. outputs: False for the loss alone, where
-    nobody reads what the model returns. buckets, pad_values: other shapes of its batches, as of `compile`. options: of its own
-    (None: the program's); meshes, stages and how parameters are stored are the program's in any case.
+    "inherited" is the program's own; None: the model's output alone, or `.loss` of it. module: another nn.Module in the place
+    of the model, such as a teacher, or one around some layers of the model: parameters and buffers that both have are one, and
+    those that it alone has are called "entry name.own name". outputs: False for the loss alone, where nobody reads what the
+    model returns. optimizer: of a training step, as of `compile`, or an autopar.UpdateRule; it has the parameters that the step
+    trains, and state of its own. trains: these, as a module or as parameters, whatever their requires_grad says outside of the
+    step (None: those that require a gradient). buckets, pad_values: other shapes of its batches, as of `compile`. options: of its
+    own (None: the program's); meshes, stages and how parameters are stored are the program's in any case.
     """
 
     example_inputs: Any = None
     loss_fn: Callable[..., Any] | str | None = INHERITED
+    module: nn.Module | None = None
     outputs: bool = True
+    train: bool = False
+    optimizer: OptimizerFactory | UpdateRule | None = None
+    trains: nn.Module | Iterable[nn.Parameter] | None = None
     buckets: Mapping[str, Mapping[int, Sequence[int]]] | None = None
     pad_values: Mapping[str, float] | None = None
     options: Options | None = None
@@ -279,6 +291,10 @@ def checked_entries(entries: Mapping[str, Entry] | None) -> dict[str, Entry]:
                 f"entries[{name!r}]: loss_fn must be callable (output, *targets) -> scalar, None, or {INHERITED!r}, not "
                 f"{shown(entry.loss_fn)}"
             )
+        if entry.module is not None and not isinstance(entry.module, nn.Module):
+            raise InputError(f"entries[{name!r}]: module must be a torch.nn.Module, not {type(entry.module).__name__}")
+        if not entry.train and (entry.optimizer is not None or entry.trains is not None):
+            raise InputError(f"entries[{name!r}]: optimizer and trains are for a step that trains; set train=True")
         if entry.options is not None and not isinstance(entry.options, Options):
             raise InputError(
                 f"entries[{name!r}]: options must be autopar.Options(…), not {type(entry.options).__name__}"

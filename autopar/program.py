@@ -17,7 +17,7 @@ from autopar.capture.examples.default_device import with_cpu_as_default
 from autopar.capture.examples.trees import check_like, rebuild
 from autopar.capture.export.saved_names import saved_names, saved_state
 from autopar.capture.exported import Captured
-from autopar.cluster import ClusterSpec, resized
+from autopar.cluster import ClusterSpec
 from autopar.cluster.arrangement import arranged
 from autopar.codegen.directory import Contents, EntryContents, FormContents, write_directory
 from autopar.codegen.in_process import InProcess, load
@@ -39,10 +39,11 @@ from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import Plan, check_plan, checked_plan
 from autopar.report import facts, report
 from autopar.report.candidates import ruled_out_stages, worth_measuring
+from autopar.report.other_machines import on_clusters, where_slower
 from autopar.report.predicted_vs_measured import Profile, predicted_vs_measured_text
 from autopar.report.run_result import RunResult
 from autopar.report.words import no_faster
-from autopar.request import Request, as_cluster
+from autopar.request import Request
 from autopar.runtime.comm.recorder import Recorder, StepRecord
 from autopar.runtime.data.fields import to_data
 from autopar.runtime.data.schema import is_integer, shown
@@ -77,7 +78,12 @@ class ParallelProgram(Compiled):
 
     @with_cpu_as_default
     def save(
-        self, directory: str | Path, *, candidates: int = 0, also: Sequence[int | ClusterSpec | str | Path] = ()
+        self,
+        directory: str | Path,
+        *,
+        candidates: int = 0,
+        also: Sequence[int | ClusterSpec | str | Path] = (),
+        slower: Sequence[float] = (),
     ) -> Path:
         """Write the program: plan.json, stages, run.py, the small runtime, launch scripts, and the model's weights.
 
@@ -85,8 +91,11 @@ class ParallelProgram(Compiled):
         anybody else is in the way nothing is touched. candidates: so many plans of other shapes that are predicted to come
         next are written beside it, for `autopar-tune` to measure; one with stages is among those to choose from. also: other
         numbers of ranks (of the same machines), or clusters, that the program is compiled for and written beside it: `run.py`
-        takes the plan for the number of ranks that it finds itself with, and steps are the same under each. Raises EmitError,
-        InputError, and what `compile` raises where there is no plan for one of them.
+        takes the plan for the number of ranks that it finds itself with, and steps are the same under each. slower: factors;
+        for each of them and each stage (each machine, where there is one stage alone) the program is compiled for the case that
+        this one takes so many times as long, and a plan that is faster then is written beside it: a run goes on under it, from
+        a save on, where it measures such speeds. Raises EmitError, InputError, and what `compile` raises where there is no plan
+        for one of the others.
         """
         if not isinstance(directory, str | Path) or not str(directory) or "\0" in str(directory):
             raise EmitError(f"save takes the path of a directory, not {shown(directory)}")
@@ -96,10 +105,11 @@ class ParallelProgram(Compiled):
             self.plan, [*self.alternatives, *(self._in_two_stages() if candidates else ())], candidates
         )
         beside = [self.with_plan(other.plan).contents for other in others]
-        worlds = [self._on_cluster(cluster) for cluster in self._clusters(also)]
+        worlds = on_clusters(self, also, self.compile_again)
         for text in no_faster({one.cluster.size: one.predicted.step_time_s for one in (self, *worlds)}):
             warnings.warn(f"save(also=…): {text}", stacklevel=3)
-        return write_directory(self.contents, Path(directory), beside, [world.contents for world in worlds])
+        slowed = [one.contents for one in where_slower(self, slower, self.compile_again, self.with_plan)]
+        return write_directory(self.contents, Path(directory), beside, [world.contents for world in worlds], slowed)
 
     def _in_two_stages(self) -> Iterator[Alternative]:
         """The best plan in two stages, where a search ruled stages out."""
@@ -108,47 +118,6 @@ class ParallelProgram(Compiled):
             with suppress(AutoparError):  # there may be no place to cut, or no room
                 other = self.compile_again(replace(self.request, options=replace(self.options, pp=2)))
                 yield Alternative(f"{other.plan.origin} {other.plan.show_meshes()}", other.plan, other.predicted)
-
-    def _clusters(self, also: Sequence[int | ClusterSpec | str | Path]) -> list[ClusterSpec]:
-        """The clusters that `save` is told of. Raises InputError, ClusterError."""
-        if isinstance(also, str) or not isinstance(also, Sequence):
-            raise InputError(f"save: also is a list of numbers of ranks or of clusters, not {shown(also)}")
-        clusters = [resized(self.request.cluster, one) if isinstance(one, int) else as_cluster(one) for one in also]
-        sizes = [self.cluster.size, *(cluster.size for cluster in clusters)]
-        twice = next((size for size in sizes if sizes.count(size) > 1), None)
-        if twice is not None:
-            raise InputError(
-                f"save: there would be two programs for {twice} ranks, and run.py tells them apart by their number; name every "
-                f"number in also= once, and not {self.cluster.size}, for which the program was compiled"
-            )
-        return clusters
-
-    def _on_cluster(self, cluster: ClusterSpec) -> ParallelProgram:
-        """The same steps on another cluster. Where random numbers are drawn, or microbatches are batches of their own, these
-        depend on microbatches and order of the plan, so they stay. Raises InputError, and what `compile` raises."""
-        options = self.options
-        fixed = [form.request.options.coupled != "refuse" or form.ir.random for form in self.forms]
-        microbatches, order = (
-            (self.plan.microbatches, self.plan.order) if any(fixed) else (options.microbatches, options.order)
-        )
-        try:
-            other = self.compile_again(self.request.on_cluster(cluster, microbatches, order))
-        except AutoparError as error:
-            error.add_note(f"This is of the program for {cluster.size} ranks, {cluster.name}, in save(also=…).")
-            raise
-        for ours, theirs, same in zip(self.forms, other.forms, fixed, strict=True):
-            if same and (ours.plan.microbatches, ours.plan.order) != (theirs.plan.microbatches, theirs.plan.order):
-                raise InputError(
-                    f"save: on {cluster.size} ranks a batch of another shape would be cut into {theirs.plan.microbatches} "
-                    f"microbatches, not {ours.plan.microbatches}, and random numbers depend on that; set Options.microbatches"
-                )
-        differing = self.weights().keys() ^ other.weights().keys()
-        if differing:
-            raise InputError(
-                f"save: the program for {cluster.size} ranks holds other tensors than that for {self.plan.ranks} "
-                f"({', '.join(sorted(differing)[:5])}), so neither could go on from the other's steps; leave {cluster.size} out"
-            )
-        return other
 
     @property
     def contents(self) -> Contents:
@@ -171,7 +140,13 @@ class ParallelProgram(Compiled):
             self.options.at_run_time(),
             self.cluster.size - self.plan.ranks,
             {
-                name: EntryContents(e._form, tuple(b._form for b in e.buckets), e.request.pad_values, e.has_loss)
+                name: EntryContents(
+                    e._form,
+                    tuple(b._form for b in e.buckets),
+                    e.request.pad_values,
+                    e.has_loss,
+                    e.request.update if e.training else None,
+                )
                 for name, e in self.entries.items()
             },
         )
@@ -183,7 +158,7 @@ class ParallelProgram(Compiled):
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The model's parameters, buffers and captured constants by table name."""
-        tensors = self.captured.exported.constants | model_tensors(self.model)
+        tensors = self.captured.exported.constants | self.request.tensors
         own = {name: tensors[name].detach() for name in (*self.ir.parameters, *self.ir.buffers)}
         for other in (*self.buckets, *self.entries.values()):
             own = other.weights() | own
@@ -247,6 +222,7 @@ class ParallelProgram(Compiled):
             entries={name: entry.in_process for name, entry in self.entries.items()},
             pad_values=self.request.pad_values,
             options=self.options.at_run_time(),
+            update=self.request.update if self.training else None,
         )
 
     def local_rows(self, rank: int) -> DataShard:
@@ -394,7 +370,14 @@ def emit(
     checked = time.perf_counter()
     decision = Decision.of(task, best, candidates[1:])
     way = by_node(lowered, request.cluster, best.plan.placement)
-    moving = MovingRows(task.most_units(best.plan, decision.account), decision.account.busy_s)
+    counted, moving = decision.account, MovingRows()
+    if request.options.rebalance:
+        actions_s = tuple(
+            (float(s["F"]), float(s["B"]), float(s["W"])) for s in (one.seconds for one in counted.stages)
+        )
+        sends_s = {link: float(s) for link, s in counted.hand_over.items()}
+        room = task.most_units(best.plan, counted)
+        moving = MovingRows(room, tuple(map(float, counted.busy_s)), float(counted.step_time_s), actions_s, sends_s)
     emitted = _printed(lowered, captured.program, type(request.model).__name__, way, moving)
     timings = {**seconds, "lower_s": seconds["lower_s"] + checked - started, "emit_s": time.perf_counter() - checked}
     return ParallelProgram(request, captured, decision, emitted, timings, compile_again)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from autopar.capture import capture_program
 from autopar.capture.examples.buckets import Sizes, bucket_examples, checked_pad_values
+from autopar.capture.examples.held import Held
 from autopar.capture.examples.inputs import (
     LossFunction,
     batch_dim,
@@ -27,6 +29,9 @@ from autopar.cluster.device import dtype_name
 from autopar.cluster.here import HERE, cluster_here
 from autopar.errors import AutoparError, InputError, PlanError
 from autopar.ir.memory_levers import PRECISIONS
+from autopar.ir.schedules import SCHEDULES
+from autopar.ir.union import of_union
+from autopar.optimizer.rule import update_rule
 from autopar.options import Entry, Options, checked_entries
 from autopar.plan import Plan, checked_plan
 from autopar.runtime.gradients.compression import CODECS
@@ -42,7 +47,9 @@ class Request:
     precision and gradient compression of the options are then those of the plan. buckets: example inputs of other shapes,
     none of them larger, that the same parameters are to be trained with. pad_values: what inputs are padded with up to the
     next of these shapes. entries: other steps over the same parameters, by name; entry: the name of this one, where it is such a
-    step; gives: what is captured of the model, in eval mode where that is not its own step.
+    step; gives: what is captured of the model, in eval mode where that is not its own step; held: the tensors of all modules,
+    where entries have modules of their own; trains: identities of the parameters that require a gradient in this step (None: as
+    they do anyway).
     """
 
     model: nn.Module
@@ -58,6 +65,8 @@ class Request:
     entries: Mapping[str, Request] = field(default_factory=dict)
     entry: str = ""
     gives: Gives = "step"
+    held: Held | None = None
+    trains: frozenset[int] | None = None
 
     @property
     def batch(self) -> int:
@@ -84,7 +93,7 @@ class Request:
         """The step of the whole batch; or of one of so many pieces of it that are batches of their own, the loss divided by
         their number. Raises CaptureError, InputError."""
         options = self.options
-        with evaluating(self.model) if self.gives != "step" else nullcontext():
+        with evaluating(self.model) if self.gives != "step" else training_alone(self.model, self.trains):
             captured = capture_program(
                 self.model,
                 microbatch(self.inputs, options.batch_dims, pieces),
@@ -103,7 +112,25 @@ class Request:
         no_loss = captured.exported.no_loss
         if no_loss is not None and (asked := self.asked_of_training):
             raise no_loss.error(asked)
-        return captured
+        if self.held is None:
+            return captured
+        names, held = self.held.names(self.model), self.held
+        return captured._replace(program=of_union(captured.program, names, held.parameters(), held.buffers()))
+
+    @property
+    def trained(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the parameters that require a gradient in this step, by name."""
+        names = (self.held or Held(self.model)).names(self.model)
+        return {
+            names[name]: tuple(p.shape)
+            for name, p in self.model.named_parameters()
+            if (p.requires_grad if self.trains is None else id(p) in self.trains)
+        }
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters, shared ones under each of their names, and buffers, of this model and of the modules of entries."""
+        return (self.held or Held(self.model)).tensors()
 
     @property
     def capture_apart(self) -> Callable[[int], Captured] | None:
@@ -147,6 +174,22 @@ class Request:
         _check(request)
         return request
 
+    def where_slower(self, cluster: ClusterSpec, microbatches: int | None, order: int | None) -> Request:
+        """The same step, and all that the options say of ranks, on a cluster of the same ranks of which some are slower, none of
+        them idle. Groups of several stages, which are to be alike, are left out. microbatches, order: as of `on_cluster`."""
+        several = self.options.schedule != "auto" and SCHEDULES[self.options.schedule].stages[0] > 1
+        options = replace(
+            self.options,
+            chunks=None,
+            schedule="auto" if several else self.options.schedule,
+            idle_ranks=False,
+            microbatches=microbatches,
+            order=order,
+        )
+        request = replace(self, cluster=as_computed(cluster, options), options=options, plan=None)
+        _check(request)
+        return request
+
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
@@ -158,6 +201,19 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in before:
             module.training = training
+
+
+@contextmanager
+def training_alone(model: nn.Module, trains: frozenset[int] | None) -> Iterator[None]:
+    """The model with gradients for these of its parameters alone; afterwards they are asked for as before."""
+    others = [p for p in model.parameters() if trains is not None and p.requires_grad != (id(p) in trains)]
+    for parameter in others:
+        parameter.requires_grad_(not parameter.requires_grad)
+    try:
+        yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad_(not parameter.requires_grad)
 
 
 def make_request(
@@ -195,7 +251,10 @@ def make_request(
         buckets=tuple(others),
         pad_values=pad,
     )
-    request = replace(request, entries={n: _entry(request, n, e) for n, e in checked_entries(entries).items()})
+    asked = checked_entries(entries)
+    modules = {name: entry.module for name, entry in asked.items() if entry.module is not None}
+    request = replace(request, held=Held(model, modules) if modules else None)
+    request = replace(request, entries={name: _entry(request, name, entry) for name, entry in asked.items()})
     if plan is not None:
         return request.replaying(checked_plan(plan))
     _check(request)
@@ -206,35 +265,59 @@ def _entry(program: Request, name: str, entry: Entry) -> Request:
     """The request for another step over a program's parameters. Raises InputError."""
     loss_fn = program.loss_fn if isinstance(entry.loss_fn, str) else entry.loss_fn
     given = program.inputs if entry.example_inputs is None else entry.example_inputs
+    model = entry.module or program.model
     try:
-        inputs, targets = split_example(program.model, given, loss_fn)
+        inputs, targets = split_example(model, given, loss_fn)
         inputs, *others = [inputs] if entry.buckets is None else bucket_examples(inputs, entry.buckets)
         return replace(
             program,
+            model=model,
             inputs=inputs,
             targets=targets,
             loss_fn=loss_fn,
-            update=UpdateRule(),
-            options=_evaluating_options(program.options, entry.options),
+            update=update_rule(entry.optimizer, compensated=program.update.compensated)
+            if entry.train
+            else UpdateRule(),
+            options=_entry_options(program.options, entry),
             buckets=tuple(others),
             pad_values=checked_pad_values(entry.pad_values, inputs),
             entry=name,
-            gives="loss and outputs" if entry.outputs else "loss",
+            gives="step" if entry.train else "loss and outputs" if entry.outputs else "loss",
+            trains=_identities(model, entry, name),
         )
     except AutoparError as error:
         error.add_note(f"This is of entries[{name!r}].")
         raise
 
 
-def _evaluating_options(options: Options, own: Options | None) -> Options:
-    """An entry's options, its own or those of the program, without what speaks of training."""
+def _entry_options(options: Options, entry: Entry) -> Options:
+    """An entry's options, its own or those of the program, without what speaks of training where it does not train."""
+    own = entry.options or replace(options, constraints={})
+    if entry.train:
+        return own
+    microbatches = own.microbatches if entry.options is not None else None
     return replace(
-        own or replace(options, constraints={}, microbatches=None),
+        own,
+        microbatches=microbatches,
         recompute="auto",
         compensated_sums=False,
         gradient_compression=None,
         coupled="refuse",
     )
+
+
+def _identities(model: nn.Module, entry: Entry, name: str) -> frozenset[int] | None:
+    """Identities of the parameters that an entry trains. Raises InputError for one that its module has not."""
+    if entry.trains is None:
+        return None
+    given = tuple(entry.trains.parameters() if isinstance(entry.trains, nn.Module) else entry.trains)
+    known = {id(parameter) for parameter in model.parameters()}
+    if not given or not all(id(parameter) in known for parameter in given):
+        raise InputError(
+            f"entries[{name!r}]: trains names {'a parameter that its module has not' if given else 'no parameter'}; give "
+            "parameters of the module that the step is of"
+        )
+    return frozenset(map(id, given))
 
 
 def checked_options(options: Options | None) -> Options:

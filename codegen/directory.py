@@ -15,6 +15,7 @@ entries/NAME/ …      the same for other steps over the parameters, with bucket
 candidates/1/ …      the program under other plans, each a directory like this one without weights, for autopar-tune
 tuned.json           which of them it found to be the fastest; run.py runs that one
 worlds/2/ …          the program for other numbers of ranks, likewise; run.py runs that of the number it finds
+slower/1/ …          the program under plans for slower machines, likewise; a run goes on under one where machines are slow
 """
 
 from __future__ import annotations
@@ -45,7 +46,16 @@ from autopar.runtime.errors import CheckpointError
 from autopar.runtime.program.batches import BatchInput
 from autopar.runtime.program.factories import USER_FACTORIES, factory_modules
 from autopar.runtime.program.machines import Machines
-from autopar.runtime.program.manifest import TUNED, WORLDS, BucketFiles, EntryFiles, Manifest, world_folder
+from autopar.runtime.program.manifest import (
+    SLOWER,
+    TUNED,
+    WORLDS,
+    BucketFiles,
+    EntryFiles,
+    Manifest,
+    slower_folder,
+    world_folder,
+)
 from autopar.runtime.program.run_options import DEFAULTS, RunOptions
 from autopar.runtime.update.update_rule import UpdateRule
 
@@ -67,12 +77,14 @@ class FormContents:
 
 @dataclass(frozen=True, eq=False)
 class EntryContents:
-    """The part that serves another step. buckets: batches of other shapes of it; has_loss: whether its outputs begin with one."""
+    """The part that serves another step. buckets: batches of other shapes of it; has_loss: whether its outputs begin with one;
+    update: of one that trains."""
 
     form: FormContents
     buckets: tuple[FormContents, ...]
     pad_values: Mapping[str, float]
     has_loss: bool
+    update: UpdateRule | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,9 +129,14 @@ class Contents:
 
 
 def write_directory(
-    contents: Contents, directory: Path, candidates: Sequence[Contents] = (), worlds: Sequence[Contents] = ()
+    contents: Contents,
+    directory: Path,
+    candidates: Sequence[Contents] = (),
+    worlds: Sequence[Contents] = (),
+    slower: Sequence[Contents] = (),
 ) -> Path:
-    """Write everything; returns the directory. candidates: the program under other plans; worlds: for other numbers of ranks.
+    """Write everything; returns the directory. candidates: the program under other plans; worlds: for other numbers of ranks;
+    slower: under plans for slower machines.
 
     Whatever ends this, the directory holds the program that was there before, or the new one
     (autopar/runtime/data/whole_files.py). Raises EmitError when a part cannot be written, and, before anything is touched,
@@ -127,9 +144,10 @@ def write_directory(
     """
     beside = {candidate_folder(n): one for n, one in enumerate(candidates)}
     beside |= {world_folder(one.started): one for one in worlds}
+    beside |= {slower_folder(place): one for place, one in enumerate(slower, 1)}
     try:
         settle(directory, contents.plan)
-        programs = {".": _program(contents, [one.started for one in worlds])}
+        programs = {".": _program(contents, [one.started for one in worlds], len(slower))}
         programs |= {
             folder: _program(replace(one, weights={n: w.to("meta") for n, w in one.weights.items()}))
             for folder, one in beside.items()
@@ -161,7 +179,7 @@ class _Program:
 def _going(directory: Path, programs: Mapping[str, _Program], plan: Plan) -> Iterator[str]:
     """Files of earlier programs that are deleted before those of these are put in place: what none of these has, and what leads
     to the others, so that nobody finds a mixture. plan: of the program at home. Raises EmitError where a file is in the way."""
-    old = {f"{kind}/{path.name}" for kind in (CANDIDATES, WORLDS) for path in (directory / kind).glob("*")}
+    old = {f"{kind}/{path.name}" for kind in (CANDIDATES, WORLDS, SLOWER) for path in (directory / kind).glob("*")}
     for folder, program in [*programs.items(), *((folder, None) for folder in sorted(old - programs.keys()))]:
         coming = [*program.files, FACTS] if program is not None else []
         present = to_replace(directory / folder, coming, program.contents.plan if program is not None else plan)
@@ -174,8 +192,8 @@ def _going(directory: Path, programs: Mapping[str, _Program], plan: Plan) -> Ite
         yield TUNED
 
 
-def _program(contents: Contents, worlds: Sequence[int] = ()) -> _Program:
-    """One program's own files. worlds: other numbers of ranks that it is written for."""
+def _program(contents: Contents, worlds: Sequence[int] = (), slower: int = 0) -> _Program:
+    """One program's own files. worlds: other numbers of ranks that it is written for; slower: plans for slower machines."""
     constants = {name: w for name, w in contents.weights.items() if not contents.state_names[name]}
     complete, known = (not any(w.is_meta for w in some.values()) for some in (contents.weights, constants))
     written = contents.weights if complete else constants if known else {}
@@ -195,6 +213,7 @@ def _program(contents: Contents, worlds: Sequence[int] = ()) -> _Program:
         options=contents.options,
         machines=from_data(Machines, contents.facts["machines"]),
         worlds=tuple(sorted(worlds)),
+        slower=slower,
         idle=contents.idle,
         buckets=_buckets(contents.buckets),
         pad_values=contents.pad_values,
@@ -205,6 +224,8 @@ def _program(contents: Contents, worlds: Sequence[int] = ()) -> _Program:
                 entry.has_loss,
                 _buckets(entry.buckets, f"{entry_folder(name)}/"),
                 entry.pad_values,
+                entry.update is not None,
+                named_rule(entry.update, name),
             )
             for name, entry in contents.entries.items()
         },
@@ -245,9 +266,11 @@ def _texts(contents: Contents, worlds: Sequence[int]) -> dict[str, str]:
     if names:
         texts["user_ops.py"] = user_ops_source(names)
     per_node, gpus = min(contents.ranks_per_node, ranks), contents.facts["machines"]["gpu"]
-    if factories := factories_source(contents.update):
+    own_rules = {"": contents.update, **{name: entry.update for name, entry in contents.entries.items()}}
+    if factories := factories_source(own_rules):
         texts[f"{USER_FACTORIES}.py"] = factories
-    modules = factory_modules(contents.update) if contents.update is not None else []
+    rules = [rule for rule in own_rules.values() if rule is not None]
+    modules = sorted({module for rule in rules for module in factory_modules(rule)})
     sizes = (ranks, *worlds)
     least, nodes, most = (max(size // per_node, 1) for size in (min(sizes), ranks, max(sizes)))
     values = {"ranks": ranks, "nodes": nodes, "per_node": per_node, "gpus": gpus, "modules": modules}

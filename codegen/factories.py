@@ -34,14 +34,14 @@ _KINDS = (ast.FunctionDef, ast.ClassDef, ast.Lambda)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
-def named_rule(rule: UpdateRule | None) -> NamedRule | None:
-    """An update rule as a manifest has it. Raises EmitError when a factory has no importable name, and no source that could
-    travel."""
+def named_rule(rule: UpdateRule | None, entry: str = "") -> NamedRule | None:
+    """An update rule, of an entry or of the program's own step, as a manifest has it. Raises EmitError when a factory has no
+    importable name, and no source that could travel."""
     if rule is None or rule == UpdateRule():
         return None
     return NamedRule(
-        named_factory(rule.optimizer, "optimizer"),
-        named_factory(rule.scheduler, "scheduler"),
+        named_factory(rule.optimizer, _of("optimizer", entry)),
+        named_factory(rule.scheduler, _of("scheduler", entry)),
         rule.clip_norm,
         rule.clip_value,
         rule.loss_scaling,
@@ -67,16 +67,22 @@ def named_factory(factory: Any, what: str) -> NamedFactory | None:
     return NamedFactory(USER_FACTORIES, _name(factory, what), kwargs)
 
 
-def factories_source(rule: UpdateRule | None) -> str:
-    """The text of user_factories.py; empty where no factory needs it. Raises EmitError."""
-    factories = {"optimizer": rule.optimizer, "scheduler": rule.scheduler} if rule is not None else {}
+def factories_source(rules: Mapping[str, UpdateRule | None]) -> str:
+    """The text of user_factories.py; empty where no factory needs it. rules: by entry. Raises EmitError."""
     source = _Source("")
-    for what, factory in factories.items():
-        own = None if factory is None else _bare(factory, what)[0]
-        if own is not None and is_of_script(own):
-            source.what = what
-            source.add(what, own)
+    for entry, rule in rules.items():
+        factories = {"optimizer": rule.optimizer, "scheduler": rule.scheduler} if rule is not None else {}
+        for name, factory in factories.items():
+            what = _of(name, entry)
+            own = None if factory is None else _bare(factory, what)[0]
+            if own is not None and is_of_script(own):
+                source.what = what
+                source.add(what, own)
     return source.text()
+
+
+def _of(what: str, entry: str) -> str:
+    return f"{what}_of_{entry}" if entry else what
 
 
 def _bare(factory: Any, what: str) -> tuple[Any, dict[str, Any]]:

@@ -31,7 +31,8 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class InProcess:
     """An emitted program as modules of this process: pipeline.py and every stage. buckets: the same for batches of other
-    shapes; entries: of other steps; pad_values: of inputs, by name; options: those that reach run time."""
+    shapes; entries: of other steps; pad_values: of inputs, by name; options: those that reach run time; update: of an entry
+    that trains."""
 
     pipeline: types.ModuleType
     stages: tuple[types.ModuleType, ...]
@@ -39,6 +40,7 @@ class InProcess:
     entries: Mapping[str, InProcess] = field(default_factory=dict)
     pad_values: Mapping[str, float] = field(default_factory=dict)
     options: RunOptions = DEFAULTS
+    update: UpdateRule | None = None
 
     @cached_property
     def data_shards(self) -> tuple[DataShard, ...]:
@@ -74,7 +76,9 @@ class InProcess:
             dtype=dtype,
             buckets=self._forms[1:],
             pad=self.pad_values,
-            entries={name: EntryModules(entry._forms, entry.pad_values) for name, entry in self.entries.items()},
+            entries={
+                name: EntryModules(entry._forms, entry.pad_values, entry.update) for name, entry in self.entries.items()
+            },
             options=self.options,
         )
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import textwrap
 import types
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.capture.examples.trees import Leaf
@@ -23,11 +24,15 @@ from autopar.runtime.comm.mesh import told_sizes
 
 @dataclass(frozen=True)
 class MovingRows:
-    """The room and the pace of ranks between which rows move, by group of ranks. most_units: units that a rank has room for, none
-    where rows do not move; busy_s: predicted seconds of a step for which the rank with the most units computes."""
+    """Facts that a program whose rows move between ranks has of itself. most_units: of each group of ranks the units that
+    one has room for, none where rows do not move; busy_s: predicted seconds of a step for which the rank of a group with the most
+    units computes; step_s: of a step; actions_s: of F, B and W of every stage; sends_s: from a stage to another."""
 
     most_units: tuple[int, ...] = ()
     busy_s: tuple[float, ...] = ()
+    step_s: float = 0.0
+    actions_s: tuple[tuple[float, float, float], ...] = ()
+    sends_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
 
 def pipeline_source(

@@ -73,10 +73,10 @@ def measure_turns(program: ParallelProgram, turns: Sequence[tuple[str, Any]]) ->
         peaks: list[float] = []
         for i, (name, batch) in enumerate([*prepared, *prepared]):
             counter.restart()
-            if name:
-                session.forward(batch, local=True, entry=name)
+            if session.entry(name).training:
+                session.train_step(batch, name)
             else:
-                session.train_step(batch)
+                session.forward(batch, local=True, entry=name)
             peaks += [float(counter.peak)] if i >= len(prepared) else []
         return peaks
 

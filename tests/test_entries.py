@@ -272,3 +272,68 @@ def test_the_report_and_the_facts_name_entries() -> None:
     program = program_of("pipeline", 2)
     assert "entry evaluate, with the same parameters:" in program.report()
     assert "0 (5, 8)" in program.report()
+
+
+class Encoder(nn.Module):
+    """Some layers of a classifier."""
+
+    def __init__(self, classifier: Classifier) -> None:
+        super().__init__()
+        self.part = nn.Sequential(classifier.body, classifier.norm)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(x).tanh()
+
+
+class Ensemble(nn.Module):
+    """A classifier and layers of its own."""
+
+    def __init__(self, classifier: Classifier) -> None:
+        super().__init__()
+        self.student, self.own = classifier, nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.student(x) + self.own(x)
+
+
+def with_modules(**options: Any) -> tuple[autopar.Program, dict[str, nn.Module]]:
+    modules: dict[str, nn.Module] = {"": model()}
+    modules |= {"encode": Encoder(modules[""]), "both": Ensemble(modules[""])}  # type: ignore[arg-type]
+    program = autopar.compile(
+        modules[""],
+        autopar.ClusterSpec.local(2),
+        batch(8),
+        loss_fn=LOSS,
+        optimizer=ADAM,
+        options=autopar.Options(**options),
+        entries={name: Entry(batch(8)[:1], loss_fn=None, module=modules[name]) for name in ("encode", "both")},
+    )
+    return program, modules
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["auto", "zero1", "zero3"])
+def test_entries_of_other_modules_compute_with_the_tensors_that_these_share(strategy: str) -> None:
+    program, modules = with_modules(strategy=strategy)
+    assert "both.own.0.weight" in program.ir.parameters
+    assert not [name for name in program.ir.parameters if "student" in name or "part" in name]
+    turns = [("", batch(8)), ("encode", batch(8, 3)[:1]), ("both", batch(8, 4)[:1]), ("", batch(8, 1))]
+    result = program.run_in_turn([*turns, turns[1], turns[2]])
+    trained = copy.deepcopy(modules)
+    for steps, outputs in ((1, result.outputs[:2]), (2, result.outputs[2:])):
+        trained = copy.deepcopy(modules)
+        trained[""].load_state_dict(eager(modules[""], [turns[0], turns[3]][:steps])[2].state_dict())
+        for (name, (x,)), (loss, output) in zip(turns[1:3], outputs, strict=True):
+            with torch.no_grad():
+                torch.testing.assert_close(output, trained[name].eval()(x), rtol=1e-9, atol=1e-9)
+            assert loss is None
+    assert result.state_dict().keys() == modules[""].state_dict().keys()
+    assert autopar.verify(program.entry("both"), modules["both"], batch(8, 5)[:1]).ok
+
+
+@pytest.mark.slow
+def test_a_name_that_an_entry_would_share_with_the_model_is_refused() -> None:
+    other = nn.Linear(8, 4).double()
+    entries = {"head": Entry(batch(8)[:1], loss_fn=None, module=other)}
+    with pytest.raises(autopar.InputError, match=r"has a tensor head\.weight of its own"):
+        autopar.compile(model(), autopar.ClusterSpec.local(1), batch(8), loss_fn=LOSS, optimizer=ADAM, entries=entries)

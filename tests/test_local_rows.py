@@ -144,3 +144,17 @@ def test_rows_that_move_are_given_as_global_batches():
     program = words(2, mesh={"dp": 2}, strategy="dp", rebalance=True)
     with pytest.raises(RuntimeProgramError, match="rows move between ranks"):
         program.on_ranks(lambda session: session.train_step([], own_rows=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("stages", [None, 2])
+def test_own_rows_train_as_global_batches_do_under_any_plan(seed, stages):
+    program = words(4, microbatches=3)
+    program = program.with_plan(autopar.random_plan(program, seed, pp=stages))
+    for (own_losses, ours), (all_losses, theirs) in zip(
+        losses(program, 2, True), losses(program, 2, False), strict=True
+    ):
+        assert own_losses == pytest.approx(all_losses, rel=1e-12)
+        for name in theirs:
+            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-9, atol=1e-12)

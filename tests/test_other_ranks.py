@@ -23,6 +23,7 @@ from torch import nn
 
 import autopar
 from autopar.errors import AutoparError, ClusterError, InfeasibleError, InputError
+from autopar.report.other_machines import on_clusters
 from autopar.runtime.checkpoint.run_directory import RunDirectory
 from autopar.runtime.program.batches import user_batches
 from autopar.runtime.program.worlds import manifest_for
@@ -129,7 +130,7 @@ def test_every_number_of_ranks_has_a_program_that_takes_its_weights_from_the_fir
 @pytest.mark.parametrize("ranks", [1, 3, 5])
 def test_steps_are_the_same_on_other_clusters(home, options, ranks):
     program = compiled(**options)
-    other = program._on_cluster(*program._clusters([ranks]))
+    other = on_clusters(program, [ranks], program.compile_again)[0]
     assert other.plan.ranks == ranks
     assert options.get("dropout") == 0.0 or other.plan.microbatches == program.plan.microbatches
     ours, theirs = program.run(batches(home, 4)), other.run(batches(home, 4))
@@ -143,7 +144,7 @@ def test_steps_are_the_same_on_other_clusters(home, options, ranks):
 def test_sixteen_rows_go_on_with_three_ranks_of_four(rebalance):
     """Three ranks hold 6, 5 and 5 of the rows; parameters and optimizer state move over."""
     program = compiled(rows=16, mesh={"dp": 4}, strategy="zero1", rebalance=rebalance)
-    other = program._on_cluster(*program._clusters([3]))
+    other = on_clusters(program, [3], program.compile_again)[0]
     assert other.plan.ranks == 3
     draw = torch.Generator().manual_seed(1)
     given = [tuple(torch.randn(16, 24, generator=draw, dtype=torch.float64) for _ in range(2)) for _ in range(6)]

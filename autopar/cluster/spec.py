@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -273,6 +273,14 @@ def resized(cluster: ClusterSpec, ranks: int) -> ClusterSpec:
         levels.append(replace(level, group_size=size, starts=starts, group_bandwidths=rates))
     name = f"{cluster.name}-of-{ranks}"
     return ClusterSpec(name, tuple(run for run in kept if run[0] > 0), tuple(levels), cluster.reliability)
+
+
+def with_slower(cluster: ClusterSpec, ranks: Collection[int], factor: float) -> ClusterSpec:
+    """The same cluster where these ranks take so many times as long for whatever they compute."""
+    devices = [cluster.device(rank) for rank in range(cluster.size)]
+    slower = [device.slower(factor) if rank in ranks else device for rank, device in enumerate(devices)]
+    runs = tuple((len(list(run)), device) for device, run in groupby(slower))
+    return replace(cluster, name=f"{cluster.name}-slower", devices=runs)
 
 
 _PROFILE = record(

@@ -6,9 +6,9 @@
     trainer.fit(module, loader)
 
 Every rank runs Lightning's loop as its only process, with global batches that its loader gives. At the first batch the module's
-`training_step` is captured with that batch as the example; a step of the loop is then one of the program, which computes the loss,
-what the step logs and returns beside it, and updates the parameters. Validation, test and prediction run the module in memory,
-which has the program's weights then, and whenever a hook of the script's may look at them.
+`training_step` is captured with that batch as the example; a step of the loop is then one of the program, which computes the
+loss, what the step logs and returns beside it, and updates the parameters. Validation, test and prediction run the module in
+memory, which has the program's weights then, and whenever a hook of the script's may look at them.
 """
 
 from __future__ import annotations
@@ -57,11 +57,23 @@ _GRADIENT_HOOKS = (
     "configure_gradient_clipping",
 )
 """Hooks of a module that see, or do, what is inside a step of the program."""
-_STEP_HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end", "on_before_zero_grad")
+_STEP_HOOKS = (
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_train_epoch_start",
+    "on_train_epoch_end",
+    "on_before_zero_grad",
+)
 """Hooks between steps that may look at the weights."""
 _TOLD = itertools.count()
 """Broadcasts of this process, which every rank does in the same order."""
-_PRECISIONS: Mapping[str, Any] = {"bf16-mixed": "bf16", "32-true": None, "64-true": None, "bf16-true": None, "16-true": None}
+_PRECISIONS: Mapping[str, Any] = {
+    "bf16-mixed": "bf16",
+    "32-true": None,
+    "64-true": None,
+    "bf16-true": None,
+    "16-true": None,
+}
 
 
 class LoggingStep(nn.Module):
@@ -112,13 +124,19 @@ class LoggingStep(nn.Module):
             raise InputError("training_step gives no loss; it must return a tensor, or a dict with one under 'loss'")
         told_beside = {name: value.detach() for name, value in returned.items() if isinstance(value, Tensor)}
         if unlike := returned.keys() - told_beside.keys():
-            raise InputError(f"training_step returns {', '.join(sorted(unlike))} beside the loss, no tensor; leave it out")
+            raise InputError(
+                f"training_step returns {', '.join(sorted(unlike))} beside the loss, no tensor; leave it out"
+            )
         extras = {"loss": loss.detach()} | ({"logged": beside} if beside else {})
         return loss / batches, extras | ({"returned": told_beside} if told_beside else {})
 
 
 def _arguments(module: Any) -> int:
-    return 2 if "batch_idx" in module.training_step.__code__.co_varnames[: module.training_step.__code__.co_argcount] else 1
+    return (
+        2
+        if "batch_idx" in module.training_step.__code__.co_varnames[: module.training_step.__code__.co_argcount]
+        else 1
+    )
 
 
 def loss_and_extras(outputs: Any) -> Any:
@@ -130,6 +148,7 @@ class AutoparStrategy(SingleDeviceStrategy):
     """Trains a LightningModule with automatic optimization by a program for the ranks that torchrun started."""
 
     strategy_name = "autopar"
+    optimizers: Any
 
     def __init__(
         self,
@@ -169,7 +188,7 @@ class AutoparStrategy(SingleDeviceStrategy):
             dist.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """What rank src has, on every rank: strings, numbers, truth values, lists and dicts of them."""
+        """The value that rank src has, on every rank: strings, numbers, truth values, lists and dicts of them."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return obj
         store, key = default_store(), f"autopar/lightning/{next(_TOLD)}"
@@ -249,7 +268,8 @@ class AutoparStrategy(SingleDeviceStrategy):
     def _with_odd_rows(self, example: Mapping[str, Tensor], loader: Any) -> dict[str, dict[int, Any]]:
         """The buckets that were asked for, and that of the last batch of an epoch where it has fewer rows."""
         buckets = {name: dict(sizes) for name, sizes in self._buckets.items()}
-        rows, dataset = getattr(loader, "batch_size", None), getattr(loader, "dataset", None)
+        rows: Any = getattr(loader, "batch_size", None)
+        dataset: Any = getattr(loader, "dataset", None)
         if rows is None or not hasattr(dataset, "__len__") or getattr(loader, "drop_last", False):
             return buckets
         odd = len(dataset) % rows
@@ -264,8 +284,8 @@ class AutoparStrategy(SingleDeviceStrategy):
         return {**{f"_{n}" if n[0].isdigit() else n: t for n, t in zip(named, leaves, strict=True)}, BATCHES: batches}
 
     def training_step(self, batch: Any, *args: Any, **named: Any) -> Any:
-        """The result of the module's training step for a global batch, after the program's step. Raises GuardError for shapes that
-        have no bucket."""
+        """The result of the module's training step for a global batch, after the program's step. Raises GuardError for shapes
+        that have no bucket."""
         if self._step is None:
             self._make_step(batch)
         assert self._trained is not None
@@ -351,8 +371,8 @@ class AutoparStrategy(SingleDeviceStrategy):
         folder = program_folder(self._read_from) if self._read_from is not None else None
         if folder is None or not folder.is_dir():
             raise InputError(
-                f"{self._read_from} has no folder {folder} beside it, which a run with AutoparStrategy writes; load its weights into "
-                "the module (load_from_checkpoint) and fit without ckpt_path"
+                f"{self._read_from} has no folder {folder} beside it, which a run with AutoparStrategy writes; load its weights "
+                "into the module (load_from_checkpoint) and fit without ckpt_path"
             )
         self._pending = folder
 

@@ -1,7 +1,7 @@
 """Sums and means of the elements that a mask picks, as sums over all of them: `x[mask].sum()` has no shape before there are data.
 
-    x[mask].sum()     where(mask, x, 0).sum()
-    x[mask].mean()    where(mask, x, 0).sum() / mask.sum()
+x[mask].sum()     where(mask, x, 0).sum()
+x[mask].mean()    where(mask, x, 0).sum() / mask.sum()
 """
 
 from __future__ import annotations

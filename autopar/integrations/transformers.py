@@ -34,12 +34,13 @@ from torch import Tensor, nn
 from transformers.trainer import SCHEDULER_NAME
 
 from autopar.errors import InputError
+from autopar.integrations.fresh_model import FreshModel, is_of_trainer
 from autopar.integrations.objective import ITEMS, STEPS, Objective, loss_and_extras
 from autopar.integrations.one_process import as_first_rank, as_one_process
 from autopar.script.optimizers import factory_of, follow
 from autopar.integrations.rehearsed import rehearse
 from autopar.integrations.training_arguments import check_arguments
-from autopar.options import Options
+from autopar.options import Entry, Options
 from autopar.runtime.errors import GuardError
 from autopar.runtime.update.update_rule import ClipNorm
 from autopar.script.parallelize import parallelize
@@ -84,8 +85,11 @@ class ParallelTrainer(_Base):
         plan: Any = None,
         buckets: Mapping[str, Mapping[int, Any]] | None = None,
         pad_values: Mapping[str, float] | None = None,
+        evaluate_by: str = "program",
         **named: Any,
     ) -> None:
+        """evaluate_by: "program", or "model" where the trainer's prediction step has no fixed computation, as one that
+        generates."""
         bound = inspect.signature(super().__init__).bind(*args, **named)
         given = bound.arguments.get("args")
         if given is None:
@@ -104,7 +108,10 @@ class ParallelTrainer(_Base):
         self._options, self._buckets = options or Options(), dict(buckets or {})
         self._step = None
         self._objective = None
-        self._outdated = False
+        self._outdated, self._evaluated = False, set[Any]()
+        if evaluate_by not in ("program", "model"):
+            raise InputError(f"evaluate_by is {evaluate_by!r}; it is 'program' or 'model'")
+        self._evaluates = evaluate_by == "program"
         if self.accelerator.gradient_accumulation_steps != 1:
             raise InputError(
                 "accelerator_config accumulates gradients in accelerate; use gradient_accumulation_steps of the arguments"
@@ -115,10 +122,6 @@ class ParallelTrainer(_Base):
     def train(self, *args: Any, **named: Any) -> Any:
         as_one_process()
         return super().train(*args, **named)
-
-    def evaluation_loop(self, *args: Any, **named: Any) -> Any:
-        self.update_model()
-        return super().evaluation_loop(*args, **named)
 
     def get_train_dataloader(self) -> Any:
         as_one_process()
@@ -161,7 +164,7 @@ class ParallelTrainer(_Base):
         if self._step is None or self._objective is None or self._objective.model is not self.model:
             self.create_optimizer()
             given = self.optimizer
-            self._make_step(self._example(train_dataloader), self._odd_rows(train_dataloader))
+            self._make_step(train_dataloader)
             self.optimizer = self._step.optimizer
             if self.lr_scheduler is not None:
                 follow(self.lr_scheduler, given, self.optimizer)
@@ -176,16 +179,25 @@ class ParallelTrainer(_Base):
         self.callback_handler.train_dataloader = train_dataloader
         return self.model, train_dataloader
 
-    def _make_step(self, example: dict[str, Tensor], odd_rows: int) -> None:
-        self._objective = Objective(self, super().training_step)
-        self.model.train()
-        rows = self._train_batch_size
-        buckets = {name: dict(sizes) for name, sizes in self._buckets.items()}
-        if odd_rows:
-            for name, tensor in example.items():
-                if tensor.dim() and tensor.shape[0] == rows:
-                    buckets.setdefault(name, {})[0] = (rows, odd_rows)
+    def _make_step(self, train_dataloader: Any) -> None:
+        """Capture the trainer's step, and its prediction step where there are data for it, and have them planned and loaded."""
+        loss_only = self.compute_metrics is None or self.args.prediction_loss_only
+        self._objective = Objective(self, super().training_step, super().prediction_step, loss_only)
+        example, buckets = self._example(train_dataloader, self._train_batch_size)
+        self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
+        example = self._global_batch(example, self._get_num_items_in_batch([example], torch.device("cpu")))
+        self._objective.train()
         rehearse(self._objective, example)
+        entries = {}
+        if self._evaluates and self.eval_dataset is not None:
+            held_out, of_held_out = self._example(self._any_eval_dataloader(), self.args.eval_batch_size)
+            self._objective.eval()
+            rehearse(self._objective, held_out)
+            entries["evaluate"] = Entry(
+                held_out, loss_fn=None, buckets=of_held_out or None, pad_values=self._asked["pad_values"]
+            )
+            self._evaluated = set(_shapes_with(held_out, of_held_out))
+            self._objective.train()
         options = self._options
         if self.args.bf16 and options.precision is None:
             options = dataclasses.replace(options, precision="bf16")
@@ -197,27 +209,32 @@ class ParallelTrainer(_Base):
             clip_grad_norm=ClipNorm(self.args.max_grad_norm or _NO_CLIPPING),
             options=options,
             buckets=buckets or None,
+            entries=entries or None,
             **self._asked,
         )
 
-    def _example(self, train_dataloader: Any) -> dict[str, Tensor]:
-        """A batch as the loop will have them, of the first rows of the data; random numbers are left as they were."""
-        dataset, rows = train_dataloader.dataset, self._train_batch_size
+    def _any_eval_dataloader(self) -> Any:
+        """The loader of the data that the loop evaluates, the first of several."""
+        several = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
+        return self.get_eval_dataloader(next(iter(several), None))
+
+    def _example(self, loader: Any, rows: int) -> tuple[dict[str, Tensor], dict[str, dict[int, Any]]]:
+        """A batch as the loop will have them, of the first rows of the data, and the other sizes there will be; random numbers
+        are left as they were."""
+        dataset = loader.dataset
         with same_random_numbers():
             if isinstance(dataset, torch.utils.data.IterableDataset):
                 samples = list(itertools.islice(iter(dataset), rows))
             else:
                 samples = [dataset[i] for i in range(min(rows, len(dataset)))]
-            batch = train_dataloader.collate_fn(samples)
-        self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
-        return self._global_batch(batch, self._get_num_items_in_batch([batch], torch.device("cpu")))
-
-    def _odd_rows(self, train_dataloader: Any) -> int:
-        """Rows of the last batch of an epoch, where these are fewer than those of the others; 0 else."""
-        dataset, rows = train_dataloader.dataset, self._train_batch_size
-        if self.args.dataloader_drop_last or isinstance(dataset, torch.utils.data.IterableDataset):
-            return 0
-        return len(dataset) % rows if len(dataset) > rows else 0
+            batch = dict(loader.collate_fn(samples))
+        buckets = {name: dict(sizes) for name, sizes in self._buckets.items() if name in batch}
+        sized = not (self.args.dataloader_drop_last or isinstance(dataset, torch.utils.data.IterableDataset))
+        odd = len(dataset) % rows if sized and len(dataset) > rows else 0
+        for name, value in batch.items() if odd else ():
+            if isinstance(value, Tensor) and value.dim() and value.shape[0] == rows:
+                buckets.setdefault(name, {})[0] = (rows, odd)
+        return batch, buckets
 
     def _global_batch(self, inputs: Mapping[str, Any], items: Any) -> dict[str, Tensor]:
         """The inputs of the program. Raises InputError where one is no tensor."""
@@ -255,6 +272,23 @@ class ParallelTrainer(_Base):
             self._objective.logs.put(self, extras)
         return loss.detach().to(self.args.device)
 
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> Any:
+        """(loss, logits, labels) of a global batch: by the program where it has a step for its shapes and what is asked, else by
+        the model in memory, whole on each rank."""
+        lacks = self._objective is None or (self._objective.loss_only and not prediction_loss_only)
+        if lacks or ignore_keys is not None or _shapes(inputs) not in self._evaluated:
+            self.update_model()
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+        _, outputs = self._step.evaluate(dict(inputs))
+        loss, logits, labels = self._objective.prediction.of(self, outputs)
+        return (loss, None, None) if prediction_loss_only else (loss, logits, labels)
+
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         return self._step.grad_norm if self._step is not None else None
 
@@ -285,7 +319,7 @@ class ParallelTrainer(_Base):
 
     def _check_callbacks(self) -> None:
         """Raises InputError where a callback of the script's wants to see gradients. Others find the model up to date."""
-        own = [one for one in self.callback_handler.callbacks if not _is_of_trainer(one)]
+        own = [one for one in self.callback_handler.callbacks if not is_of_trainer(one)]
         for one in own:
             if type(one).on_pre_optimizer_step is not transformers.TrainerCallback.on_pre_optimizer_step:
                 raise InputError(
@@ -336,29 +370,16 @@ class ParallelTrainer(_Base):
             dist.barrier()
 
 
-class FreshModel(transformers.TrainerCallback):
-    """Gives the model in memory the program's weights before a callback of the script's is called, which may look at them."""
-
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
+def _shapes(inputs: Mapping[str, Any]) -> Any:
+    """The shapes of a batch by name, to be looked up."""
+    return tuple((name, tuple(v.shape)) for name, v in sorted(inputs.items()) if isinstance(v, Tensor))
 
 
-def _event(name: str) -> Any:
-    def called(self: FreshModel, args: Any, state: Any, control: Any, **named: Any) -> None:
-        asks = [one for one in self.trainer.callback_handler.callbacks if not _is_of_trainer(one)]
-        if any(getattr(type(one), name) is not getattr(transformers.TrainerCallback, name) for one in asks):
-            self.trainer.update_model()
-
-    return called
-
-
-for _name in (name for name in vars(transformers.TrainerCallback) if name.startswith("on_")):
-    setattr(FreshModel, _name, _event(_name))
-
-
-def _is_of_trainer(callback: Any) -> bool:
-    """Whether a callback is one of those that the trainer's package brings, which do not look at weights."""
-    return isinstance(callback, FreshModel) or type(callback).__module__.partition(".")[0] in ("transformers", "trl")
+def _shapes_with(example: Mapping[str, Tensor], buckets: Mapping[str, Mapping[int, Any]]) -> Iterator[Any]:
+    """The shapes of a batch, and those with the odd rows of its buckets."""
+    yield _shapes(example)
+    for rows in {sizes[0][-1] for sizes in buckets.values() if 0 in sizes}:
+        yield _shapes({name: v[:rows] if 0 in buckets.get(name, {}) else v for name, v in example.items()})
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What a training step may not look at while it is captured, as it would be the same number in every step of the program."""
+"""Values that a training step may not look at while it is captured, as they would be the same in every step of the program."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Unseen:
 
 def _refusal(what: str) -> InputError:
     return InputError(
-        f"the training step uses {what} while it is captured, which would be one number for all steps; give what changes with the "
-        "batch, as a tensor"
+        f"the training step uses {what} while it is captured, which would be one number for all steps; give what changes with "
+        "the batch, as a tensor"
     )
 
 

@@ -11,7 +11,7 @@ as an update reads parameter and gradient, reads and writes the state, and write
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -57,6 +57,24 @@ class OptimizerState:
     def kind(self, name: str) -> tuple[float, int]:
         """The kind of a parameter: those of a kind are updated alike."""
         return self.ratio(name), self.group_of.get(name, 0)
+
+    def joined(self, own: Collection[str], other: OptimizerState, names: Collection[str]) -> OptimizerState:
+        """The state of optimizers of the parameters `own`, and of others of the parameters `names`, which may be of both."""
+        apart = {name: other.ratio(name) + (self.ratio(name) if name in own else 0.0) for name in names}
+        first_group = 1 + max(self.group_of.values(), default=0)
+        return OptimizerState(
+            self.elements,
+            max(self.element_bytes, other.element_bytes),
+            (
+                max(self.scratch[0], other.scratch[0]),
+                max(self.scratch[1], other.scratch[1]),
+                max(self.scratch[2], other.scratch[2]),
+            ),
+            self.is_fused and other.is_fused,
+            self.whole | other.whole,
+            {**self.elements_of, **apart},
+            {**self.group_of, **{name: first_group + other.group_of.get(name, 0) for name in names}},
+        )
 
     def shard_bytes(self, type_: TensorType, nbytes: Bytes, *names: str) -> Bytes:
         """Bytes of state for a shard of so many bytes of a parameter (on average, of several that are alike)."""

@@ -42,10 +42,16 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 def examine(rule: UpdateRule, program: Program, ranks: int) -> OptimizerState:
     """The state of the rule's optimizer on a program's trained parameters. Raises InputError where it cannot be used."""
-    factory = rule.optimizer
-    if factory is None or not program.training or not program.trained:
+    if not program.training:
         return OptimizerState()
-    sizes = {name: program.parameters[name].type.shape for name in program.trained}
+    return examine_on(rule, {name: program.parameters[name].type.shape for name in program.trained}, ranks)
+
+
+def examine_on(rule: UpdateRule, sizes: Shapes, ranks: int) -> OptimizerState:
+    """The state of the rule's optimizer on parameters of these shapes. Raises InputError where it cannot be used."""
+    factory = rule.optimizer
+    if factory is None or not sizes:
+        return OptimizerState()
     shapes = {name: tuple(4 + 2 * dim for dim in range(len(shape))) for name, shape in sizes.items()}
     try:
         parameters = _random(shapes)

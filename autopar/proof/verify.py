@@ -102,7 +102,9 @@ def verify(
 
 def _weights(program: ParallelProgram, model: nn.Module) -> Values:
     """The model's own, and what only the program has (captured constants)."""
-    tensors = model_tensors(model)
+    held = program.request.held
+    names = held.names(program.model) if held is not None else {}
+    tensors = {names.get(name, name): tensor for name, tensor in model_tensors(model).items()}
     return {name: tensors.get(name, value).detach() for name, value in program.weights().items()}
 
 

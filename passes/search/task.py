@@ -108,9 +108,7 @@ class Task:
         return min(rooms, default=self.limit)
 
     def most_units(self, plan: Plan, counted: Account) -> tuple[int, ...]:
-        """Units of rows that a rank of every group has room for, where rows move between ranks; else nothing."""
-        if not self.options.rebalance:
-            return ()
+        """Units of rows that a rank of every group has room for, where rows move between ranks."""
         return tuple(
             most_units(mesh, self.limit_at(mesh), peak, sum(counted.stages[s].memory.resting_bytes for s in group))
             for group, peak in zip(counted.graph.groups, counted.peaks, strict=True)

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.codegen import factories_worker
-from tests.warm import python
-
 
 @pytest.fixture(scope="module")
 def told() -> dict[str, Any]:
-    done = subprocess.run(
-        [python(), str(Path(factories_worker.__file__))], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    said: dict[str, Any] = json.loads(done.stdout)
+    """The script's own words about its factories, which are those of `__main__`."""
+    script = types.ModuleType("__main__")
+    script.__file__ = str(Path(__file__).with_name("factories_script.py"))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, "__main__", script)
+        exec(compile(Path(script.__file__).read_text(), script.__file__, "exec"), vars(script))
+        said: dict[str, Any] = script.told_of_all()
     return said
 
 

@@ -1,4 +1,4 @@
-"""Scripts of Lightning, on one device or with autopar's strategy: `lightning_script.py KIND FOLDER CASE…`, as trainer_script.py."""
+"""Scripts of Lightning, on one device or with autopar's strategy: `lightning_script.py KIND FOLDER CASE…`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ class Classifier(pl.LightningModule):
         return {"loss": loss, "logits": logits.detach()}
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen.append([float(outputs["loss"]), float(outputs["logits"].sum()), float(self.net[0].weight.detach().sum())])
+        self.seen.append(
+            [float(outputs["loss"]), float(outputs["logits"].sum()), float(self.net[0].weight.detach().sum())]
+        )
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
@@ -90,7 +92,13 @@ def run(kind: str, folder: Path, case: str) -> None:
     best = float(saver.best_model_score) if saver.best_model_score is not None else None
     if trainer.is_global_zero:
         sums = {key: float(p.detach().square().sum()) for key, p in module.named_parameters()}
-        told = {"seen": module.seen, "fitted": fitted, "validated": validated, "sums": sums, "steps": trainer.global_step}
+        told = {
+            "seen": module.seen,
+            "fitted": fitted,
+            "validated": validated,
+            "sums": sums,
+            "steps": trainer.global_step,
+        }
         told |= {"best": best, "epochs": trainer.current_epoch, "rate": trainer.optimizers[0].param_groups[0]["lr"]}
         (folder / f"{case}.json").write_text(json.dumps(told))
 

@@ -184,6 +184,21 @@ class StopAt(transformers.TrainerCallback):
         return control
 
 
+def evaluations() -> list[int]:
+    """Takes an entry for every batch that a program evaluates from now on."""
+    import autopar
+
+    counted: list[int] = []
+    evaluate = autopar.Step.evaluate
+
+    def counting(step: Any, *batch: Any) -> Any:
+        counted.append(1)
+        return evaluate(step, *batch)
+
+    autopar.Step.evaluate = counting  # type: ignore[method-assign, assignment]
+    return counted
+
+
 def run(kind: str, folder: Path, case: str) -> None:
     """Train, evaluate and predict as a case says, and write what was found."""
     name, _, mark = case.partition("@")
@@ -209,9 +224,12 @@ def run(kind: str, folder: Path, case: str) -> None:
         callbacks=callbacks,
     )
     checkpoint = str(folder / f"{name}-run" / mark) if mark and not mark.isdigit() else None
+    counted = evaluations() if kind == "autopar" else []
     result = trainer.train(resume_from_checkpoint=checkpoint)
     metrics = trainer.evaluate()
     predicted = trainer.predict(Rows(5, given["labels"], 4)).metrics
+    if kind == "autopar":
+        assert counted, "the program evaluated nothing"
     if trainer.is_world_process_zero():
         sums = {key: float(p.detach().double().square().sum()) for key, p in trainer.model.named_parameters()}
         told = {

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import autopar
 
 RANK = int(os.environ.get("RANK", "0"))
-HERE = Path(sys.argv[2]) if __name__ == "__main__" else Path()
+HERE = Path(sys.argv[2]) if __name__ == "__main__" else None
 
 
 class Tied(nn.Module):
@@ -67,9 +67,8 @@ def step(own: nn.Module | None = None, **others: Any) -> autopar.Step:
     return autopar.parallelize(own or model(), "here", asked.pop("example", batch()), **asked)
 
 
-def loop() -> Any:
+def trained(own: autopar.Step) -> Any:
     """Learning rates that the loop sets, batches that are added up, weights that are read and taken back."""
-    own = step(scheduler=None)
     losses = []
     for n in range(4):
         own.optimizer.param_groups[0]["lr"] = 1e-2 / (n + 1)
@@ -81,22 +80,33 @@ def loop() -> Any:
     losses.append(own.local(*(part[own.shard.indices] for part in batch(6))).item())
     measured, logits = own.evaluate(*batch(9))
     state = own.state_dict()
-    own.save(HERE / "saved")
+    if HERE:
+        own.save(HERE / "saved")
     losses.append(own(*batch(7)).item())
     own.load_state_dict(state)
-    assert len(own.state_dict(every_rank=False)) == (len(state) if RANK == 0 else 0)
-    return losses, state, own.steps_done, str(own.directory), measured.item(), logits
+    again, _ = own.evaluate(*batch(9))
+    return losses, state, own.steps_done, str(own.directory), measured.item(), again.item(), logits
+
+
+def loop() -> Any:
+    """The loop, and what state dicts hold on which rank."""
+    own = step(scheduler=None)
+    told = trained(own)
+    assert len(own.state_dict(every_rank=False)) == (len(told[1]) if RANK == 0 else 0)
+    return told
 
 
 def resumed() -> Any:
     """Goes on where `loop` saved."""
     own = step(scheduler=None)
+    assert HERE is not None
     own.resume(HERE / "saved")
     return own(*batch(7)).item(), own.optimizer.param_groups[0]["lr"], own.steps_done
 
 
 def machines() -> Any:
     """Two ranks that are machines of their own, each with programs of its own."""
+    assert HERE is not None
     os.environ["AUTOPAR_MACHINE"] = f"machine{RANK}"
     os.environ["AUTOPAR_CACHE"] = str(HERE / f"cache{RANK}")
     torch.manual_seed(7)
@@ -148,4 +158,5 @@ def misuse() -> Any:
 
 
 if __name__ == "__main__":
+    assert HERE is not None
     torch.save(globals()[sys.argv[1]](), HERE / f"{sys.argv[1]}.{RANK}.pt")

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from autopar.codegen.directory import write_directory
+from autopar.codegen.owned_files import digest, facts_text
 from autopar.errors import EmitError
-from autopar.program import ParallelProgram
 from autopar.script import cache
-from tests.runs_worker import compiled
 
 DAY_S = 86400.0
 
@@ -23,25 +20,26 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "kept"
 
 
-@pytest.fixture(scope="module")
-def program() -> ParallelProgram:
-    return compiled(1, 4, strategy="dp")
+def write(folder: Path) -> None:
+    """Write a directory with the list of its files that a program has."""
+    (folder / "stages").mkdir()
+    (folder / "stages" / "stage_0.py").write_text("x = 1")
+    (folder / "program.json").write_text(facts_text({}, {"stages/stage_0.py": digest(b"x = 1")}))
 
 
 def names(root: Path) -> set[str]:
     return {path.name for path in root.iterdir()}
 
 
-def test_what_is_kept_is_found_and_nothing_lies_beside_it(program: ParallelProgram, root: Path) -> None:
+def test_what_is_kept_is_found_and_nothing_lies_beside_it(root: Path) -> None:
     assert cache.kept("a") is None
-    directory = cache.keep("a", lambda folder: write_directory(program.contents, folder))
+    directory = cache.keep("a", write)
     assert cache.kept("a") == directory == root / "a"
     assert names(root) == {"a"}
     assert root.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_file_that_was_changed_is_not_run(program: ParallelProgram, root: Path) -> None:
-    write: Any = lambda folder: write_directory(program.contents, folder)  # noqa: E731
+def test_a_file_that_was_changed_is_not_run(root: Path) -> None:
     directory = cache.keep("a", write)
     stage = directory / "stages" / "stage_0.py"
     text = stage.read_text()
@@ -64,10 +62,10 @@ def test_a_launch_that_fails_leaves_nothing(root: Path) -> None:
     assert names(root) == set()
 
 
-def test_of_launches_at_once_the_first_one_counts(program: ParallelProgram, root: Path) -> None:
+def test_of_launches_at_once_the_first_one_counts(root: Path) -> None:
     def meanwhile(folder: Path) -> None:
-        write_directory(program.contents, folder)
-        cache.keep("a", lambda other: write_directory(program.contents, other))
+        write(folder)
+        cache.keep("a", write)
         (root / "a" / "first").touch()
 
     assert (cache.keep("a", meanwhile) / "first").exists()
@@ -107,8 +105,8 @@ def test_old_programs_go_and_many_go_oldest_first(root: Path, monkeypatch: pytes
     assert names(root) == {"new", "recent"}
 
 
-def test_loading_one_keeps_it(program: ParallelProgram, root: Path) -> None:
-    directory = cache.keep("a", lambda folder: write_directory(program.contents, folder))
+def test_loading_one_keeps_it(root: Path) -> None:
+    directory = cache.keep("a", write)
     os.utime(directory, (0, 0))
     assert cache.kept("a") is not None
     cache.prune(root, root / "other")

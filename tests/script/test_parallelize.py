@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import autopar
+from autopar.runtime.program.manifest import Manifest
+from autopar.runtime.run.loaded import LoadedProgram
 from tests.script import loop_worker
 from tests.script.loop_worker import batch, loss, model, optimizer
 from tests.warm import torchrun
@@ -50,22 +52,37 @@ def eager() -> tuple[list[float], dict[str, Any], Any]:
     return losses, state, lr
 
 
-def test_a_loop_of_two_ranks_computes_what_one_device_does(folder: Path) -> None:
-    ranks = run(2, "loop", folder)
+def check(told: list[Any], steps: int = 8) -> None:
+    """See that every rank's loop computed what one device does."""
     losses, state, _ = eager()
     other = model(seed=1)
-    for told, full, steps, directory, measured, logits in ranks:
-        torch.testing.assert_close(told, losses, rtol=1e-9, atol=1e-12)
-        assert steps == 8
-        assert Path(directory).parent == folder / "cache"
-        assert list(full) == list(state)
+    for told_losses, full, taken, _, measured, again, logits in told:
+        torch.testing.assert_close(told_losses, losses, rtol=1e-9, atol=1e-12)
+        assert (taken, list(full)) == (steps, list(state))
         for name, value in state.items():
             torch.testing.assert_close(full[name], value, rtol=1e-9, atol=1e-12)
         other.load_state_dict(full)
         assert other.head.weight is other.tokens.weight
         ids, targets = batch(9)
         torch.testing.assert_close(logits, other(ids), rtol=1e-9, atol=1e-12)
-        assert measured == pytest.approx(loss(other(ids), targets).item(), rel=1e-9)
+        assert measured == again == pytest.approx(loss(other(ids), targets).item(), rel=1e-9)
+
+
+def test_a_loop_on_two_ranks_computes_what_one_device_does(tmp_path: Path) -> None:
+    """Ranks are threads, and the program is one of `compile`."""
+    cluster, entries = autopar.ClusterSpec.local(2), {"evaluate": autopar.Entry()}
+    program = autopar.compile(model(), cluster, batch(), loss_fn=loss, optimizer=optimizer, entries=entries)
+    manifest = Manifest.read(program.save(tmp_path / "out"))
+    check(
+        program.on_ranks(lambda one: loop_worker.trained(autopar.Step(LoadedProgram(manifest, one), model(), tmp_path)))
+    )
+
+
+@pytest.mark.slow
+def test_a_script_of_two_processes_computes_what_one_device_does(folder: Path) -> None:
+    told = run(2, "loop", folder)
+    check(told)
+    assert {Path(directory).parent for _, _, _, directory, *_ in told} == {folder / "cache"}
 
 
 @pytest.mark.slow

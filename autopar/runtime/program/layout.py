@@ -155,7 +155,7 @@ class TensorInfo:
     @property
     def stored_as(self) -> tuple[object, ...]:
         """The facts that say how a parameter and its optimizer's state rest."""
-        return (self.shape, self.dtype, self.spec, self.opt_spec, self.trainable, self.tier, self.optimizer_tier)
+        return (self.shape, self.dtype, self.spec, self.opt_spec, self.tier, self.optimizer_tier)
 
 
 class StateEntry:

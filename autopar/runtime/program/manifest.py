@@ -21,7 +21,7 @@ from ..data.whole_files import current
 from ..errors import RuntimeProgramError
 from ..update.update_rule import UpdateRule
 from .batches import BatchInput, module_of
-from .factories import NamedRule
+from .factories import NamedFactory, NamedRule
 from .machines import Machines
 from .run_options import DEFAULTS, RunOptions, Seed
 from .tables import show_meshes
@@ -29,8 +29,10 @@ from .tables import show_meshes
 MOST_BUCKETS = 256
 MOST_ENTRIES = 16
 MOST_WORLDS = 256
+MOST_SLOWER = 256
 TUNED = "tuned.json"
 WORLDS = "worlds"
+SLOWER = "slower"
 _TUNED = record({"folder": optional(path_inside)}, others=True)
 _NAME = where(lambda name: isinstance(name, str) and len(name) <= MOST_TEXT, f"text of at most {MOST_TEXT} characters")
 Name = Annotated[str, _NAME]
@@ -59,6 +61,8 @@ class EntryFiles:
     pad_values: Annotated[Mapping[str, float], Length(most=1024)] = field(
         default_factory=dict, metadata=kept(beside="buckets")
     )
+    training: bool = field(default=False, metadata=SPARSE)
+    update: NamedRule | None = field(default=None, metadata=SPARSE)
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,9 @@ class Manifest:
     """manifest.json of an emitted directory. state_names: the names of every parameter and buffer in the model's own state
     dict, none for what is not in it; constants: the folder with the values of the latter; home: where folders of weights
     lie, which is not the directory where that is one of several candidates (`tuned`), or the program for another number of
-    ranks; worlds: such numbers, beside that of the program at home. idle: ranks that are started beside those of the plan, which
-    is faster without them; entries: other steps over the same parameters, by name."""
+    ranks, or under a plan for slower machines; worlds: such numbers, beside that of the program at home; slower: how many such
+    plans there are. idle: ranks that are started beside those of the plan, which is faster without them; entries: other steps
+    over the same parameters, by name."""
 
     directory: Path = field(metadata=kept(absent=True))
     world_size: Ranks
@@ -84,6 +89,7 @@ class Manifest:
     options: RunOptions = field(default=DEFAULTS, metadata=kept(inline=True))
     machines: Machines | None = None
     worlds: Annotated[tuple[Ranks, ...], Length(most=MOST_WORLDS)] = field(default=(), metadata=SPARSE)
+    slower: Annotated[int, integer(0, MOST_SLOWER)] = field(default=0, metadata=SPARSE)
     idle: Annotated[int, integer(0, MOST_RANKS)] = field(default=0, metadata=SPARSE)
     buckets: Annotated[tuple[BucketFiles, ...], Length(most=MOST_BUCKETS)] = field(default=(), metadata=SPARSE)
     pad_values: Annotated[Mapping[str, float], Length(most=1024)] = field(
@@ -106,7 +112,7 @@ class Manifest:
         RuntimeProgramError where there is none, or something in it is not as it may be."""
         home = current(Path(directory))
         own, folder = cls._of(home), tuned(home)
-        return own if folder is None else own._beside(folder)
+        return own if folder is None else replace(own._beside(folder), slower=own.slower)
 
     def for_ranks(self, ranks: int) -> Manifest:
         """The manifest of the program for so many ranks, one of `worlds`. Raises RuntimeProgramError."""
@@ -114,6 +120,11 @@ class Manifest:
         if other.started != ranks:
             raise RuntimeProgramError(f"{other.directory} holds a program for {other.started} ranks; emit it again")
         return other
+
+    def under(self, place: int) -> Manifest:
+        """The manifest of the plan for slower machines that was written in this place, counted from 1. Raises
+        RuntimeProgramError."""
+        return replace(self._beside((self.home or self.directory) / slower_folder(place)), slower=self.slower)
 
     def _beside(self, folder: Path) -> Manifest:
         """The manifest of a program that takes its weights from the same home."""
@@ -172,9 +183,16 @@ class Manifest:
         """`dp=2 × tp=2`, or `2 stages: dp=2 | dp=2`."""
         return show_meshes([sizes_of(stage["mesh"]) for stage in self.load_pipeline().STAGES])
 
-    def update_rule(self) -> UpdateRule:
-        """How parameters follow from gradients; nothing without `update`. Raises RuntimeProgramError."""
-        return self.update.imported(self.directory) if self.training and self.update is not None else UpdateRule()
+    def update_rule(self, entry: str = "") -> UpdateRule:
+        """How parameters follow from gradients in an entry; nothing without `update`. Raises RuntimeProgramError."""
+        of = self.entries[entry] if entry else self
+        return of.update.imported(self.directory) if of.training and of.update is not None else UpdateRule()
+
+    @property
+    def factories(self) -> tuple[NamedFactory, ...]:
+        """All that makes optimizers and schedulers."""
+        rules = (self.update, *(entry.update for entry in self.entries.values()))
+        return tuple(factory for rule in rules if rule is not None for factory in rule.factories)
 
 
 def tuned(directory: Path) -> Path | None:
@@ -188,6 +206,11 @@ def tuned(directory: Path) -> Path | None:
     except (OSError, SchemaError) as error:
         raise RuntimeProgramError(f"{path} is damaged ({error}); delete it, or run autopar-tune again") from error
     return None if folder is None else directory / folder
+
+
+def slower_folder(place: int) -> str:
+    """The folder of a plan for slower machines, counted from 1."""
+    return f"{SLOWER}/{place}"
 
 
 def world_folder(ranks: int) -> str:

@@ -8,6 +8,7 @@ the data with it, and steps that are damaged are named and left. The state is sa
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -30,16 +31,21 @@ from .learned_speeds import LearnedSpeeds
 from .loaded import LoadedProgram
 from .loss_checks import LossChecks
 from .metrics import Metrics, StepLine
+from .other_plans import OtherPlans
 from .ownership import Ownership
 from .program_files import recorded
 from .rank_consistency import Comparing
 from .saving import Saving, last_good_step, state_bytes
 from .sdc_check import Recomputing
-from .spares import AGAIN, DONE, LOST, START_AGAIN, tell_spares
+from .spares import AGAIN, DONE, LOST, MOVED, START_AGAIN, tell_spares
 from .stop import Stop
 from .train_loop import Listener, Loop, tell
 
-ENDINGS = {AGAIN: "to leave out a machine", LOST: "as torchrun, or the job's store, is gone"}
+ENDINGS = {
+    AGAIN: "to leave out a machine",
+    LOST: "as torchrun, or the job's store, is gone",
+    MOVED: "to go on under another plan",
+}
 """The endings of a run whose ranks are to be started again."""
 SAVE_EVERY = 100
 """Steps, where nothing else is asked for."""
@@ -49,9 +55,15 @@ class Run:
     """A run of one rank, from where the directory stands to `--steps`."""
 
     def __init__(
-        self, program: LoadedProgram, arguments: argparse.Namespace, store: dist.Store, owner: Ownership | None = None
+        self,
+        program: LoadedProgram,
+        arguments: argparse.Namespace,
+        store: dist.Store,
+        owner: Ownership | None = None,
+        began_s: float = 0.0,
     ) -> None:
-        """store: of this round's workers; owner: of the directory, where that is this rank."""
+        """store: of this round's workers; owner: of the directory, where that is this rank; began_s: when this start began, by
+        `time.perf_counter`."""
         session, manifest = program.session, program.manifest
         check_arguments(arguments, session)
         self.program, self.manifest = program, manifest
@@ -93,7 +105,11 @@ class Run:
         least = min((self.comm.world_size, *manifest.worlds))
         slow = SlowMachines(self.directory.root, arguments.exclude_slow, machines, least, self.comm, self.stop)
         own = session.rebalancer
-        learning = [LearnedSpeeds(self.directory.root, own, machines, self.loop)] if own is not None else []
+        learning = list[Listener]()
+        if own is not None:
+            speeds = LearnedSpeeds(self.directory.root, own, machines, self.loop)
+            other_plans = OtherPlans(program, own, speeds, self.stop, time.perf_counter() - began_s)
+            learning = [speeds, other_plans]
         self.listeners: list[Listener] = [
             self.stop,
             self.saving,

@@ -12,6 +12,7 @@ import argparse
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -34,6 +35,7 @@ from .evaluation import EVAL_DATA
 from .excluded_nodes import leave_out
 from .loaded import LoadedProgram, chosen_backend, load
 from .meeting import joined
+from .other_plans import plan_of_run
 from .ownership import Ownership, own_together
 from .patient_streams import make_patient
 from .plain_run import train
@@ -45,6 +47,7 @@ NO_DATA = "no --data: every batch is random numbers, which is good for trying th
 
 def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
     """The command line of run.py; its exit status. 2: wrong use (before any process group), 1: a rank failed."""
+    began_s = time.perf_counter()
     make_patient()
     arguments = parser().parse_args(argv)
     if (torchrun := launcher()) is not None:
@@ -53,7 +56,8 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
         if arguments.preflight:
             return preflight(directory, chosen_backend(arguments.backend).transport.name, arguments)
         manifest = manifest_for(directory, started_ranks(), spares=bool(arguments.run), idle=True)
-        manifest.update_rule()
+        for name in ("", *manifest.entries):
+            manifest.update_rule(name)
         _check_arguments(arguments, manifest)
     except RuntimeProgramError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -68,6 +72,7 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
         if met is not None:
             store, rank = met
             if arguments.run:
+                manifest = plan_of_run(manifest, store, rank, Path(arguments.run))
                 owns = rank == (manifest.placement.index(0) if manifest.placement else 0)
                 owner = own_together(Path(arguments.run), store, owns, end_process(rank), arguments.timeout)
                 if leave_out(store, rank, arguments, min((manifest.world_size, *manifest.worlds))):
@@ -93,7 +98,7 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
             from .directory_run import Run
 
             assert program.store is not None
-            status = Run(program, arguments, program.store, owner).train()
+            status = Run(program, arguments, program.store, owner, began_s).train()
         else:
             train(program, arguments)
             if program.store is not None and program.session.comm.rank == 0:

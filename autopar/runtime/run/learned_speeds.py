@@ -20,11 +20,14 @@ from ..data.datafile import read_json
 from ..data.fields import Length, Seconds, form_of, from_data, to_data
 from ..data.schema import MOST_RANKS, SchemaError, optional
 from ..data.whole_files import replace_file
+from ..program.manifest import slower_folder
 from ..step.rebalance import Count, Move, Rebalancer, show, show_stages
 from .train_loop import Listener, Loop, tell
 
 LEARNED = "learned.json"
 KEPT_MOVES = 100
+LITTLE = 0.25
+"""The share of the most work that a rank has, with less than which it shows what a step costs beside it, and not its speed."""
 BySpeed = Mapping[str, Annotated[tuple[Seconds, ...], Length(most=MOST_RANKS)]]
 
 
@@ -41,13 +44,39 @@ class SharedRows:
 
 
 @dataclass(frozen=True)
+class PlanChange:
+    """A save after which a run goes on under another plan. before, after: places of the plans, 0 for the program's own; before_s,
+    after_s: expected seconds of a step under each at the measured speeds, those of the fastest rank as described; step_s:
+    measured of one before; saved_s: that the rest of the run takes less; cost_s: that starting again takes."""
+
+    step: Count
+    before: Count
+    after: Count
+    before_s: Seconds
+    after_s: Seconds
+    step_s: Seconds
+    saved_s: Seconds
+    cost_s: Seconds
+
+    def __str__(self) -> str:
+        where = slower_folder(self.after) if self.after else "the program's own folder"
+        return (
+            f"step {self.step}: the run goes on under the plan in {where}, as a step is expected to take "
+            f"{self.after_s / self.before_s:.2f} of what it takes now ({self.step_s * 1e3:.1f} ms); that saves "
+            f"{self.saved_s:.0f} s, and a start costs {self.cost_s:.0f} s"
+        )
+
+
+@dataclass(frozen=True)
 class Learned:
-    """rows: by group of ranks; machines: by name, how many times as long as predicted each of its ranks takes (0: its rows do not
-    move); moves: the last ones."""
+    """rows: by group of ranks; machines: by name, how many times as long as predicted each of its ranks takes; moves: the
+    last ones. plan: place of the plan under which the run goes on; changes: the last ones of it."""
 
     rows: tuple[SharedRows, ...]
     machines: BySpeed
     moves: tuple[Move, ...] = ()
+    plan: Count = 0
+    changes: tuple[PlanChange, ...] = ()
 
     def text(self) -> str:
         """The file in the words of `autopar-doctor`."""
@@ -56,7 +85,7 @@ class Learned:
         for name, own in self.machines.items():
             speeds = ", ".join(f"{fastest / s:.2f}" if s else "-" for s in own[:16])
             lines.append(f"  {name}: {speeds}{', …' if len(own) > 16 else ''} of the fastest rank's speed")
-        return "\n".join((*lines, *(f"  {move}" for move in self.moves[-8:])))
+        return "\n".join((*lines, *(f"  {one}" for one in (*self.moves[-8:], *self.changes[-8:]))))
 
 
 def read_learned(root: Path) -> Learned | None:
@@ -69,12 +98,11 @@ def read_learned(root: Path) -> Learned | None:
 
 def slowness_of(learned: BySpeed, machines: Sequence[str]) -> list[float]:
     """How many times as long as predicted every rank takes, by what is known of its machine. machines: by rank."""
-    known = {name: own for name, own in learned.items() if any(own)}
-    usual = statistics.median(s for own in known.values() for s in own if s)
+    usual = statistics.median(s for own in learned.values() for s in own)
     slowness, met = [], dict.fromkeys(machines, 0)
     for name in machines:
-        own = known.get(name, (usual,))
-        slowness.append((own[met[name]] if met[name] < len(own) else max(own)) or usual)
+        own = learned.get(name) or (usual,)
+        slowness.append(own[met[name]] if met[name] < len(own) else max(own))
         met[name] += 1
     return slowness
 
@@ -84,18 +112,20 @@ class LearnedSpeeds(Listener):
 
     def __init__(self, root: Path, own: Rebalancer, machines: Sequence[str], loop: Loop) -> None:
         """machines: of all ranks, by rank."""
-        self._root, self._own, self._machines = root, own, machines
-        comm = loop.program.session.comm
+        self._root, self._own = root, own
+        self._rank_of = loop.program.manifest.placement or tuple(range(len(machines)))
+        self._machines = [machines[rank] for rank in self._rank_of]
+        comm = self._comm = loop.program.session.comm
         (data, *_) = comm.share(self._read() if comm.rank == 0 else None, optional(form_of(Learned).read))
         self._before = data.moves if data is not None else ()
+        self.changes = list(data.changes) if data is not None else []
         self._known = dict(data.machines) if data is not None else {}
-        if any(any(known) for known in self._known.values()):
-            slowness, alone_s = slowness_of(self._known, machines), [0.0] * len(machines)
-            for rows in own.rows:
-                for rank in rows.ranks:
-                    alone_s[rank] = slowness[rank] * rows.predicted_s
-            said = own.consider(loop.step, alone_s, 1) or "\n".join(map(str, _shared(own)))
-            tell(comm, f"{said} ({LEARNED})")
+        self._slowness = slowness_of(self._known, self._machines) if any(self._known.values()) else []
+        if self._slowness:
+            by_rank = dict(zip(self._rank_of, self._slowness, strict=True))
+            alone_s = [by_rank[rank] * rows.predicted_s for rows in own.rows for rank in rows.ranks]
+            if said := own.consider(loop.step, alone_s, 1) or "\n".join(map(str, _shared(own))):
+                tell(comm, f"{said} ({LEARNED})")
         self._written = own.alone_s
 
     def on_loss(self, loop: Loop, done: Any) -> bool:
@@ -108,6 +138,23 @@ class LearnedSpeeds(Listener):
                     self._write()
         return False
 
+    def slowness(self) -> list[float]:
+        """How many times as long as predicted the rank in every place takes: as ranks told last, or as it was known before of
+        those that have little to do now."""
+        told, work_s = self._own.slowness, self._own.work_s
+        found = [told[rank] for rank in self._rank_of]
+        if self._slowness:
+            little = [work_s[rank] < LITTLE * max(work_s) for rank in self._rank_of]
+            found = [was if few else now for now, was, few in zip(found, self._slowness, little, strict=True)]
+        return found
+
+    def change_plan(self, change: PlanChange) -> None:
+        """Write down that the next start goes on under another plan. All ranks call it alike."""
+        self.changes.append(change)
+        if self._comm.rank == 0:
+            with self._comm.excused(f"writing {LEARNED}"):
+                self._write()
+
     def _read(self) -> Any:
         try:
             found = read_learned(self._root)
@@ -118,11 +165,11 @@ class LearnedSpeeds(Listener):
 
     def _write(self) -> None:
         own, now = self._own, dict[str, list[float]]()
-        predicted_s = {rank: rows.predicted_s for rows in own.rows for rank in rows.ranks}
-        for rank, (name, seconds) in enumerate(zip(self._machines, own.alone_s, strict=True)):
-            now.setdefault(name, []).append(seconds / predicted_s[rank] if seconds else 0.0)
-        machines = {**self._known, **{name: tuple(seconds) for name, seconds in now.items()}}
-        data = Learned(_shared(own), machines, (*self._before, *own.moves)[-KEPT_MOVES:])
+        for name, slowness in zip(self._machines, self.slowness(), strict=True):
+            now.setdefault(name, []).append(slowness)
+        machines = {**self._known, **{name: tuple(slowness) for name, slowness in now.items()}}
+        moves, plan = (*self._before, *own.moves)[-KEPT_MOVES:], self.changes[-1].after if self.changes else 0
+        data = Learned(_shared(own), machines, moves, plan, tuple(self.changes[-KEPT_MOVES:]))
         try:
             replace_file(self._root / LEARNED, (json.dumps(to_data(data), indent=1) + "\n").encode())
         except OSError as error:
@@ -131,4 +178,4 @@ class LearnedSpeeds(Listener):
 
 def _shared(own: Rebalancer) -> tuple[SharedRows, ...]:
     """How rows are shared now."""
-    return tuple(SharedRows(rows.axis, rows.units, rows.stages) for rows in own.rows)
+    return tuple(SharedRows(rows.axis, rows.units, rows.stages) for rows in own.rows if rows.axis)

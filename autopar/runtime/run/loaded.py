@@ -199,6 +199,7 @@ def load(
     else:
         manifest = manifest_for(directory, started_ranks())
     rule = manifest.update_rule() if update is None else update
+    rules = {name: manifest.update_rule(name) for name in manifest.entries}
     store, device = None, None
     if not dist.is_initialized():
         chosen = chosen_backend(backend)
@@ -226,7 +227,10 @@ def load(
         tier_directory=tier_directory,
         buckets=of_entry(FIRST),
         pad=manifest.pad_values,
-        entries={name: EntryModules(of_entry(name), files.pad_values) for name, files in manifest.entries.items()},
+        entries={
+            name: EntryModules(of_entry(name), files.pad_values, rules[name])
+            for name, files in manifest.entries.items()
+        },
         options=options,
         compare=True,
     )

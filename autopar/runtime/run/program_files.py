@@ -66,7 +66,7 @@ def _paths(manifest: Manifest) -> Iterator[tuple[str, Path]]:
         for pattern in (*OF_A_PROGRAM, manifest.pipeline):
             yield from ((path.relative_to(home).as_posix(), path) for path in folder.glob(pattern))
     yield from ((f"autopar_runtime/{path.relative_to(runtime).as_posix()}", path) for path in runtime.rglob("*.py"))
-    for module in (factory.module for factory in (manifest.update.factories if manifest.update is not None else ())):
+    for module in (factory.module for factory in manifest.factories):
         file = getattr(sys.modules.get(module), "__file__", None)
         if file and module.partition(".")[0] != "torch":
             yield f"module {module}", Path(file)

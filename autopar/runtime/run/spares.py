@@ -20,9 +20,9 @@ START_AGAIN = 75
 """Exit status (that of `EX_TEMPFAIL`) of a rank that would go on in another round."""
 HEARD_S = 5.0
 """Seconds that a run waits at its end for spares to hear of it, as its store may end with it."""
-DONE, STOPPED, AGAIN, LOST = "done", "stopped", "again", "lost"
-"""How a run ends: after its last step, because ranks were asked to go, to start again without some of its machines, or because
-torchrun or the job's store is gone."""
+DONE, STOPPED, AGAIN, LOST, MOVED = "done", "stopped", "again", "lost", "moved"
+"""How a run ends: after its last step, because ranks were asked to go, to start again without some of its machines, because
+torchrun or the job's store is gone, or to go on under another plan."""
 _ENDED, _HEARD = "ended", "heard"
 
 
@@ -54,4 +54,4 @@ def stand_by(store: dist.Store, manifest: Manifest, rank: int, hang_s: float, ti
         time.sleep(POLL_S)
     why = store.get(_ENDED).decode()
     store.add(_HEARD, 1)
-    return START_AGAIN if why in (AGAIN, LOST) or (manifest.worlds and why == STOPPED) else 0
+    return START_AGAIN if why in (AGAIN, LOST, MOVED) or (manifest.worlds and why == STOPPED) else 0

@@ -7,13 +7,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..comm.comm import Comm
 from ..errors import RuntimeProgramError
+from ..program.layout import local_shape
 from ..program.shapes import PadValues
 from ..program.tables import Modules
+from ..update.clipping import counts
+from ..update.update import Updater
+from ..update.update_rule import UpdateRule, check_sharded
 from .own_rows import OwnRows, Taking, agree_on_form
+from .pending import Pending
 from .shape_variants import Form
 
 FIRST = ""
@@ -22,10 +28,12 @@ FIRST = ""
 
 @dataclass(frozen=True)
 class EntryModules:
-    """The modules of an entry: pipeline.py and stages of every shape of its batches, and what inputs are padded with."""
+    """The modules of an entry: pipeline.py and stages of every shape of its batches, what inputs are padded with, and how
+    parameters follow from gradients."""
 
     forms: Sequence[tuple[Any, Modules]]
     pad: PadValues = field(default_factory=dict)
+    update: UpdateRule | None = None
 
 
 @dataclass(frozen=True)
@@ -40,15 +48,29 @@ class Taken:
 
 
 class EntryForms:
-    """The forms of an entry. Raises RuntimeProgramError where some train and some do not."""
+    """The forms of an entry, and what updates the parameters that it trains. pending: gradients that wait for an update. Raises
+    RuntimeProgramError where its forms train others."""
 
-    def __init__(self, forms: Sequence[Form], pad: PadValues, comm: Comm) -> None:
+    def __init__(self, forms: Sequence[Form], pad: PadValues, rule: UpdateRule, comm: Comm) -> None:
         """comm: of all ranks."""
         self.forms, self._pad, self._comm = tuple(forms), pad, comm
         self.training = forms[0].pipeline.training
-        if any(form.pipeline.training != self.training for form in forms):
+        self.stages = forms[0].stages
+        self.pending = Pending()
+        for index, stage in self.stages.items():
+            for form in forms[1:]:
+                if other := sorted(form.stages[index].tables.gradients.keys() ^ stage.tables.gradients.keys()):
+                    raise RuntimeProgramError(
+                        f"stage {index}: not every form makes a gradient of {', '.join(other)}; emit it again"
+                    )
+        self.opt_params = {n: p for stage in self.stages.values() for n, p in stage.opt_params.items()}
+        self.updater = self._updater(rule, comm)
+        for one in self.updater.optimizers:
+            self._check_optimizer(one)
+        if rule.loss_scaling is not None and any(stage.rt.grads.feeds_back for stage in self.stages.values()):
             raise RuntimeProgramError(
-                "some shapes of a step train, and some do not; were its files mixed? Emit it again"
+                "int8 gradients keep what they have not sent in units of the loss scale, which moves; train without loss "
+                "scaling, or compile with gradient_compression='bf16'"
             )
         self.whole_batches = Taking(self.forms, pad)
 
@@ -64,3 +86,27 @@ class EntryForms:
         if taking.readers is not None and len(self.forms) > 1:
             agree_on_form(self._comm, place, step)
         return Taken(self.forms[place], place, inputs, taking.rows[place])
+
+    def _updater(self, rule: UpdateRule, comm: Comm) -> Updater:
+        """The updater of this rank's parameters; one of no parameters where the entry does not train."""
+        if not self.training:
+            return Updater(UpdateRule(), {}, {}, (), comm)
+        pipeline = self.forms[0].pipeline
+        rows = [row for stage in pipeline.stages for row in pipeline.optimized(stage)]
+        every = {row.name: (len(row.shape), row.dtype) for row in rows}
+        counted = {
+            name
+            for stage in self.stages.values()
+            for name in stage.opt_params
+            if counts(stage.tables.parameters[name].opt_spec, stage.comm)
+        }
+        return Updater(rule, self.opt_params, every, counted, comm)
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        taken, cut = {id(p) for group in optimizer.param_groups for p in group["params"]}, []
+        for stage in self.stages.values():
+            for name in (name for name, parameter in stage.opt_params.items() if id(parameter) in taken):
+                info = stage.tables.parameters[name]
+                if local_shape(info.shape, info.opt_spec, stage.comm) != info.shape:
+                    cut.append(name)
+        check_sharded(optimizer, cut)

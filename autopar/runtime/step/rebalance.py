@@ -80,8 +80,8 @@ class Move:
 
 
 class Rows:
-    """The rows of one group of ranks. stages: those of the group, where the program has others; axis: along which rows move;
-    ranks: of the group. All ranks of the program call the methods alike."""
+    """The rows of one group of ranks. stages: those of the group, where the program has others; axis: along which rows move, ""
+    where they stay; ranks: of the group. All ranks of the program call the methods alike."""
 
     def __init__(self, forms: Sequence[Form], group: int, axis: str) -> None:
         pipeline = forms[0].pipeline
@@ -89,7 +89,7 @@ class Rows:
         self._mesh, first = pipeline.meshes[self._group[0]]
         self.axis, self.stages = axis, self._group if len(pipeline.groups) > 1 else ()
         self.ranks = range(first, first + mesh_size(self._mesh))
-        self._place_of = [mesh_index(self._mesh, n)[axis] for n in range(len(self.ranks))]
+        self._place_of = [mesh_index(self._mesh, n)[axis] if axis else 0 for n in range(len(self.ranks))]
         self._most = pipeline.most_units[group] if pipeline.most_units else sum(self.units)
         """Units that a rank has room for."""
         predicted_s = (pipeline.busy_s[group] if pipeline.busy_s else 0.0) or 1.0
@@ -99,10 +99,9 @@ class Rows:
 
     @property
     def units(self) -> tuple[int, ...]:
-        """Units by place along the axis."""
-        shares = self._mesh[self.axis]
-        assert isinstance(shares, Shares)
-        return shares.units[0]
+        """Units by place along the axis; one, which all ranks have, where rows stay."""
+        shares = self._mesh[self.axis] if self.axis else 0
+        return shares.units[0] if isinstance(shares, Shares) else (1,)
 
     def units_of(self, rank: int) -> int:
         """Units of a rank."""
@@ -115,7 +114,7 @@ class Rows:
         unit_s = [0.0] * len(units)
         for place, seconds in zip(self._place_of, alone_s, strict=True):
             unit_s[place] = max(unit_s[place], seconds / sum(units))
-        better = apportioned(sum(units), unit_s, self._most)
+        better = apportioned(sum(units), unit_s, self._most) if self.axis else units
         expected_s = max(n * seconds for n, seconds in zip(better, unit_s, strict=True))
         busy_s = [n * seconds for n, seconds in zip(units, unit_s, strict=True)]
         self._in_a_row = self._in_a_row + 1 if max(busy_s) > BETTER * expected_s else 0
@@ -134,8 +133,9 @@ class Rows:
 
 
 class Rebalancer:
-    """The mover of rows on one rank. rows: of the groups whose rows can move; alone_s: seconds that each rank would take for all
-    units of a step, as they told last (0: its rows do not move); moves: so far. All ranks call the methods alike."""
+    """The measured speeds of all ranks, and the rows that follow them, on one rank. rows: of every group of ranks; alone_s:
+    seconds that each rank would take for all units of a step, as they told last; moves: so far. All ranks call the methods
+    alike."""
 
     def __init__(self, comm: Comm, rows: Sequence[Rows]) -> None:
         self.rows, self.alone_s, self.moves = tuple(rows), tuple[float, ...](), list[Move]()
@@ -144,6 +144,19 @@ class Rebalancer:
         """Seconds outside of steps do not count; elsewhere the host runs ahead, and its device computes there too."""
         self._steps = -1  # the first step warms up
         self._busy_s, self._began_s = 0.0, self._clock_s()
+
+    @property
+    def slowness(self) -> tuple[float, ...]:
+        """How many times as long as predicted each rank takes, as they told last."""
+        predicted_s = [rows.predicted_s for rows in self.rows for _ in rows.ranks]
+        return tuple(s / predicted for s, predicted in zip(self.alone_s, predicted_s, strict=True) if self.alone_s)
+
+    @property
+    def work_s(self) -> tuple[float, ...]:
+        """Predicted seconds of a step for which each rank is busy."""
+        return tuple(
+            rows.predicted_s * rows.units_of(rank) / sum(rows.units) for rows in self.rows for rank in rows.ranks
+        )
 
     def begin_step(self) -> None:
         """A step begins."""
@@ -161,18 +174,16 @@ class Rebalancer:
             return ""
         told = self._comm.share(max(self._busy_s, 0.0) / self._steps, number(0, 1e9))
         self._steps, self._busy_s, self._began_s = 0, 0.0, self._clock_s()
-        alone_s = [0.0] * len(told)
-        for rows in self.rows:
-            for rank in rows.ranks:
-                alone_s[rank] = told[rank] * sum(rows.units) / rows.units_of(rank)
-        return self.consider(step, alone_s)
+        return self.consider(
+            step, [told[rank] * sum(rows.units) / rows.units_of(rank) for rows in self.rows for rank in rows.ranks]
+        )
 
     def consider(self, step: int, alone_s: Sequence[float], in_a_row: int = IN_A_ROW) -> str:
         """Move where other shares would have been better so many times in a row; what is to be said of that. alone_s: by rank."""
-        if min(alone_s[rank] for rows in self.rows for rank in rows.ranks) <= 0.0:
+        if min(alone_s) <= 0.0:
             return ""
         self.alone_s = tuple(alone_s)
-        moves = [rows.consider(step, [alone_s[rank] for rank in rows.ranks], in_a_row) for rows in self.rows]
+        moves = [rows.consider(step, alone_s[rows.ranks.start : rows.ranks.stop], in_a_row) for rows in self.rows]
         found = [move for move in moves if move is not None]
         self.moves += found
         return "\n".join(map(str, found))
@@ -183,12 +194,12 @@ class Rebalancer:
 
 
 def rebalancer(comm: Comm, forms: Sequence[Form]) -> Rebalancer | None:
-    """The rebalancer of a program; None where no rows can move. A warning says which cannot, and why."""
+    """The rebalancer of a program; None where neither rows can move nor stages. A warning says whose rows cannot, and why."""
     pipeline = forms[0].pipeline
     axes = [_axis(forms, group) for group in range(len(pipeline.groups))]
-    found = [Rows(forms, group, axis) for group, (axis, _) in enumerate(axes) if axis]
+    moves = any(axis for axis, _ in axes)
     whys = dict.fromkeys(why for _, why in axes if why)
-    if found or len(whys) > 1:
+    if moves or len(whys) > 1:
         whys.pop(ALONE, None)
     for why in whys if comm.rank == 0 else ():
         one_by_one = len(pipeline.groups) > 1 and why != ALONE
@@ -196,7 +207,9 @@ def rebalancer(comm: Comm, forms: Sequence[Form]) -> Rebalancer | None:
         warnings.warn(
             f"rows{whose if one_by_one else ''} do not move between ranks: {why}", RebalanceWarning, stacklevel=3
         )
-    return Rebalancer(comm, found) if found else None
+    rows = [Rows(forms, group, axis) for group, (axis, _) in enumerate(axes)]
+    rows.sort(key=lambda one: one.ranks.start)
+    return Rebalancer(comm, rows) if moves or (pipeline.busy_s and comm.world_size > 1) else None
 
 
 ALONE = "no stage has several"

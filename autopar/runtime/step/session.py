@@ -35,16 +35,14 @@ from ..program.run_options import DEFAULTS, RunOptions
 from ..program.shapes import PadValues
 from ..program.tables import Modules, Pipeline
 from ..rank import Rank
-from ..update.clipping import counts
 from ..update.optimizer_parts import Parts
-from ..update.update import Updater
-from ..update.update_rule import OptimizerFactory, UpdateRule, as_rule, check_sharded
+from ..update.update_rule import OptimizerFactory, UpdateRule, as_rule
 from .buffer_copies import BufferCopies
 from .cuda_graphs import Capture, CudaCapture, StepGraph, say_why, why_not
 from .entries import FIRST, EntryForms, EntryModules
 from .outputs import Outputs, arrived, full_outputs, local_outputs, start_loss, start_tell
 from .own_rows import Taking
-from .pending import NOT_IN_TIERS, Pending
+from .pending import NOT_IN_TIERS
 from .pipeline import Executor
 from .ready import NextInputs
 from .rebalance import rebalancer
@@ -112,12 +110,13 @@ class Session(State):
         self.guards = Guards()
         forms: list[Form] = []
         self.entries: dict[str, EntryForms] = {}
-        for name, modules in {FIRST: EntryModules(((pipeline, stages), *buckets), pad or {}), **entries}.items():
-            begun = len(forms)
+        own_modules = EntryModules(((pipeline, stages), *buckets), pad or {}, rule)
+        for name, modules in {FIRST: own_modules, **entries}.items():
+            begun, of_entry = len(forms), as_rule(modules.update)
             for of_shape in modules.forms:
                 own = Pipeline(*of_shape, dtype, compiler) if forms else self.pipeline
-                forms.append(Form(own, comm, seed, bucket_bytes, rule.compensated, tiers, self.guards, forms))
-            self.entries[name] = EntryForms(forms[begun:], modules.pad, comm)
+                forms.append(Form(own, comm, seed, bucket_bytes, of_entry.compensated, tiers, self.guards, forms))
+            self.entries[name] = EntryForms(forms[begun:], modules.pad, of_entry, comm)
         self.forms, self._last = tuple(forms), forms[0]
         self.stages, self.shared = forms[0].stages, forms[0].shared
         several = any(len(entry.forms) > 1 for entry in self.entries.values())
@@ -126,19 +125,10 @@ class Session(State):
             comm.barrier(site="start")  # NCCL makes its communicator when all ranks come together
         self.grads: dict[str, Tensor] = {}
         self.extras: Any = None
-        self.pending = Pending()
         self.absent: frozenset[str] = frozenset()
         self.next_inputs = NextInputs(comm.device)
         self.rebalancer = rebalancer(comm, self.entries[FIRST].forms) if options.rebalance else None
-        self.opt_params = {n: p for stage in self.stages.values() for n, p in stage.opt_params.items()}
-        self.updater = self._updater(rule)
-        for one in self.updater.optimizers:
-            self._check_optimizer(one)
-        if rule.loss_scaling is not None and any(stage.rt.grads.feeds_back for stage in self.stages.values()):
-            raise RuntimeProgramError(
-                "int8 gradients keep what they have not sent in units of the loss scale, which moves; train without loss "
-                "scaling, or compile with gradient_compression='bf16'"
-            )
+        self.opt_params, self.updater = self.entries[FIRST].opt_params, self.entries[FIRST].updater
         self.parts = self._parts(tiers)
         self.buffer_copies: BufferCopies | None = None
         self.step_graph: StepGraph[_Computed] | None = None
@@ -216,7 +206,8 @@ class Session(State):
     def skip_not_finite(self) -> None:
         """From now on a step whose loss or gradients are no numbers leaves parameters, optimizers, schedulers and buffers as they
         were (`updater.not_finite` says so); it counts as a step, and its batch as taken."""
-        self.updater.skip_not_finite = True
+        for entry in self.entries.values():
+            entry.updater.skip_not_finite = True
         self.buffer_copies = BufferCopies(b for rt in self.rts for b in rt.buffers.values())
 
     def capture_steps(self, make_capture: Callable[[], Capture]) -> None:
@@ -229,8 +220,11 @@ class Session(State):
         self.step_graph = StepGraph(partial(self._compute, own), own.stages, own.pipeline.microbatches, make_capture)
 
     @recorded
-    def train_step(self, batch: Sequence[Tensor], *, update: bool = True, own_rows: bool = False) -> Tensor:
-        """One optimizer step on a global batch (its leaves in input order); the loss, over all microbatches. Raises TooManySkips.
+    def train_step(
+        self, batch: Sequence[Tensor], entry: str = FIRST, *, update: bool = True, own_rows: bool = False
+    ) -> Tensor:
+        """One optimizer step on a global batch (its leaves in input order); the loss, over all microbatches. entry: the step,
+        one that trains. Raises TooManySkips.
 
         update: False adds this batch's gradients to those of the next one instead. It counts as a step, and its batch as taken.
         own_rows: the batch has this rank's rows alone, of the inputs that it takes (`DataShard`).
@@ -239,13 +233,15 @@ class Session(State):
         have none in eager (`self.absent`), and `self.extras` what the step gives beside the loss, full on every rank and nested
         as loss_fn returned it. Without an optimizer nothing is updated.
         """
-        if not self.training:
+        if not self.entry(entry).training:
             raise RuntimeProgramError("this program was compiled for inference; use forward()")
-        if not update and self.updater.away:
+        own = self.entries[entry]
+        updater, stages, pending = own.updater, own.stages, own.pending
+        if not update and updater.away:
             raise RuntimeProgramError(f"no update after this batch: {NOT_IN_TIERS}")
         if self.buffer_copies is not None:
             self.buffer_copies.take()
-        form, inputs = self._begin(batch, own_rows)
+        form, inputs = self._begin(batch, own_rows, entry)
         graph = None if self.recorder is not None else self.step_graph
         computed = self._compute(form, inputs) if graph is None else graph(inputs)
         form.executor.overflows.end()
@@ -253,31 +249,31 @@ class Session(State):
         self.grads = {n: grad for n, grad in computed.grads.items() if n not in self.absent}
         loss, borrowed, outputs = computed.loss, computed.borrowed, computed.outputs
         del computed  # the last to hold gradients that the update copies
-        if not update or self.pending.batches:
-            self.pending.add(self.grads)
-            self.grads, self.absent, borrowed = {}, self.absent - self.pending.names, frozenset()
+        if not update or pending.batches:
+            pending.add(self.grads)
+            self.grads, self.absent, borrowed = {}, self.absent - pending.names, frozenset()
         if not update:
             self.extras = self._full_extras(form, outputs)
             self._end_step()
             return loss.wait() if self.step_graph is None else loss.wait().clone()
-        if self.pending.batches:
-            self.grads = self.pending.taken()
+        if pending.batches:
+            self.grads = pending.taken()
         self.comm.at(self.rt.step + 1, "update")
         with spanned(self.recorder, "update"):
-            updated = self.updater.step(self.grads, loss, borrowed)
+            updated = updater.step(self.grads, loss, borrowed)
         if updated:
             with spanned(self.recorder, "parameters"):
-                for wait in [stage.start_regather() for stage in self.stages.values()]:
+                for wait in [stage.start_regather() for stage in stages.values()]:
                     wait()
                 self.shared.spread_parameters()
-        if self.updater.not_finite:
+        if updater.not_finite:
             for stage in form.stages.values():
                 stage.rt.grads.unsent.forget()
             if self.buffer_copies is not None:
                 self.buffer_copies.put_back()
         self.extras = self._full_extras(form, outputs)
         self._end_step()
-        if (said := self.updater.judge(self.rt.step, loss)) and self.comm.rank == 0:
+        if (said := updater.judge(self.rt.step, loss)) and self.comm.rank == 0:
             print(said, file=sys.stderr, flush=True)
         return loss.wait() if self.step_graph is None else loss.wait().clone()
 
@@ -294,7 +290,7 @@ class Session(State):
         """A step of an entry on a batch, "" being the program's own: the loss of one that trains, else the outputs, full on every
         rank. own_rows, update: as of `train_step`."""
         if self.entry(name).training:
-            return self.train_step(batch, own_rows=own_rows, update=update)
+            return self.train_step(batch, name, own_rows=own_rows, update=update)
         return self.forward(batch, entry=name, own_rows=own_rows)
 
     def entry(self, name: str) -> EntryForms:
@@ -324,20 +320,21 @@ class Session(State):
         """The form that is for a batch of an entry, and the inputs that it takes, before the actions of a step. Gradients of the
         last step go, as this one needs their room."""
         self.grads, self.extras = {}, None
-        self.updater.forget_gradients()
+        for one in self.entries.values():
+            one.updater.forget_gradients()
         for stage in self._last.stages.values():
             stage.rt.grads.forget()
         if self.rebalancer is not None and entry == FIRST:
             self.rebalancer.begin_step()
         taking = self.taking(own_rows, entry)
         if self.same_data is not None:
-            self.same_data.take(batch, self.rt.step + 1, taking.readers, self.updater.settings(), entry)
+            self.same_data.take(batch, self.rt.step + 1, taking.readers, self.entries[entry].updater.settings(), entry)
         taken = self.entries[entry].of(batch, taking, self.rt.step + 1)
         form, like = taken.form, taking.inputs[taken.place]
         checked = self.guards.check_batch(taken.inputs, like, form.pipeline.ranges, form.pipeline.inputs)
         inputs = self.next_inputs.of(batch, taken.inputs, checked, taken.rows)
         for stage in form.stages.values():
-            stage.rt.step, stage.rt.loss_scale = self.rt.step, self.updater.loss_scale
+            stage.rt.step, stage.rt.loss_scale = self.rt.step, self.entries[entry].updater.loss_scale
         self._last = form
         form.shared.before_step()
         return form, inputs
@@ -399,14 +396,15 @@ class Session(State):
         if not self._last.pipeline.training:
             raise RuntimeProgramError("there are no gradients: the last step was one without")
         self.settle_tiers()
-        gradients, absent = {}, self._last.absent.everywhere(self.absent & self.opt_params.keys())
-        for stage in self.pipeline.stages:
-            tables = self.pipeline.tables(stage)
+        pipeline, owned = self._last.pipeline, {n for stage in self._last.stages.values() for n in stage.opt_params}
+        gradients, absent = {}, self._last.absent.everywhere(self.absent & owned)
+        for stage in pipeline.stages:
+            tables = pipeline.tables(stage)
             for name, info in tables.parameters.items():
-                shared = name in self.pipeline.shared
-                if not (self.pipeline.earners(name) if shared else name in tables.gradients):
+                shared = name in pipeline.shared
+                if not (pipeline.earners(name) if shared else name in tables.gradients):
                     continue
-                if not self.pipeline.owns(stage, name) or name in absent:
+                if not pipeline.owns(stage, name) or name in absent:
                     continue
                 grad: Tensor | None = None
                 if stage in self.stages:
@@ -424,20 +422,6 @@ class Session(State):
 
     def _tell(self, stage: int, value: Tensor | None, shape: tuple[int, ...], info: TensorInfo) -> Tensor:
         return start_tell(self.pipeline, self.comm, stage, value, shape, info).wait()
-
-    def _updater(self, rule: UpdateRule) -> Updater:
-        """The updater of this rank's parameters; one of no parameters where the program is for inference."""
-        if not self.training:
-            return Updater(UpdateRule(), {}, {}, (), self.comm)
-        rows = [row for stage in self.pipeline.stages for row in self.pipeline.optimized(stage)]
-        every = {row.name: (len(row.shape), row.dtype) for row in rows}
-        counted = {
-            name
-            for stage in self.stages.values()
-            for name in stage.opt_params
-            if counts(stage.tables.parameters[name].opt_spec, stage.comm)
-        }
-        return Updater(rule, self.opt_params, every, counted, self.comm)
 
     def _parts(self, tiers: Tiers) -> Parts | None:
         """How the optimizer's step is divided where its state rests in tiers."""
@@ -458,12 +442,3 @@ class Session(State):
         self.updater.parts, self.updater.bring, self.updater.away = parts.parts, parts.bring, parts.values.keys()
         self.updater.settle = tiers.settle
         return parts
-
-    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        taken, cut = {id(p) for group in optimizer.param_groups for p in group["params"]}, []
-        for stage in self.stages.values():
-            for name in (name for name, parameter in stage.opt_params.items() if id(parameter) in taken):
-                info = stage.tables.parameters[name]
-                if local_shape(info.shape, info.opt_spec, stage.comm) != info.shape:
-                    cut.append(name)
-        check_sharded(optimizer, cut)

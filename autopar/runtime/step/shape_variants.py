@@ -56,7 +56,7 @@ class Form:
             assert own is not None
             owner = first.stages[index] if first is not None else None
             if owner is not None:
-                _check_stored_alike(tables, owner.tables, own, owner.comm, pipeline.training)
+                _check_stored_alike(tables, owner.tables, own, owner.comm)
             held = {info.name: value for form in earlier for info, value in form.stages[index].stored()}
             held = held if earlier else self._held(index)
             self.stages[index] = Stage(
@@ -101,8 +101,8 @@ def _sizes(pipeline: Pipeline) -> list[tuple[dict[str, int], int]]:
     return [({axis: int(size) for axis, size in mesh.items()}, first) for mesh, first in pipeline.meshes]
 
 
-def _check_stored_alike(tables: StageTables, first: StageTables, comm: Comm, first_comm: Comm, training: bool) -> None:
-    """Raises RuntimeProgramError where a form stores a parameter otherwise than the first one, or trains others."""
+def _check_stored_alike(tables: StageTables, first: StageTables, comm: Comm, first_comm: Comm) -> None:
+    """Raises RuntimeProgramError where a form stores a parameter otherwise than the first one."""
     for name, info in tables.parameters.items():
         known = first.parameters.get(name)
         specs = () if known is None else (info.spec, info.opt_spec)
@@ -112,6 +112,3 @@ def _check_stored_alike(tables: StageTables, first: StageTables, comm: Comm, fir
                 f"stage {tables.index}: a form stores {name} as {info.stored_as}, the first one as "
                 f"{known and known.stored_as}; were its files mixed? Emit it again"
             )
-    if training and tables.gradients.keys() != first.gradients.keys():
-        other = ", ".join(sorted(tables.gradients.keys() ^ first.gradients.keys()))
-        raise RuntimeProgramError(f"stage {tables.index}: not every form makes a gradient of {other}; emit it again")

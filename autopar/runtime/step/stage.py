@@ -35,7 +35,8 @@ Cuts = Sequence[Sequence[Cut]]
 
 class Stage:
     """The state of a stage on a rank of its mesh. held: tensors of another stage of this rank to share. owner: the same stage
-    of the session's first form, whose parameters the optimizer updates (this one, by default)."""
+    of the session's first form, which has the shards of parameters that optimizers update (this one, by default); opt_params:
+    those of them that this form trains."""
 
     def __init__(
         self,
@@ -80,12 +81,14 @@ class Stage:
             self.module, self.regions = compiled_stage(tables.module, self.rt, self.index)
         self.microbatches = pipeline.microbatches
         self.cut_inputs()
-        self.optimized: list[TensorInfo] = []
-        self.opt_params: dict[str, nn.Parameter] = {} if owner is None else owner.opt_params
-        if pipeline.training and owner is None:
-            self.optimized = pipeline.optimized(self.index)
-            for info in (one for one in self.optimized if holds(one.shape, one.opt_spec, comm)):
-                self.opt_params[info.name] = self._optimizer_shard(info)
+        self.optimized: list[TensorInfo] = pipeline.optimized(self.index) if pipeline.training else []
+        self.shards: dict[str, nn.Parameter] = {} if owner is None else owner.shards
+        self.opt_params: dict[str, nn.Parameter] = {}
+        for info in self.optimized:
+            if holds(info.shape, info.opt_spec, comm):
+                if info.name not in self.shards:
+                    self.shards[info.name] = self._optimizer_shard(info)
+                self.opt_params[info.name] = self.shards[info.name]
 
     def stored(self) -> Iterator[tuple[TensorInfo, Tensor]]:
         """Parameters and buffers with their local values."""

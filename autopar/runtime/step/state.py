@@ -20,7 +20,7 @@ from ..program.tables import Pipeline
 from ..update.optimizer_parts import Parts
 from ..update.update import SKIPPED, Updater
 from ..update.update_state import check_plain, step_number
-from .pending import Pending
+from .entries import EntryForms
 from .same_data import SameData
 from .shape_variants import Form
 from .shared import Shared
@@ -37,10 +37,10 @@ class State:
     forms: tuple[Form, ...]
     shared: Shared
     opt_params: dict[str, nn.Parameter]
+    entries: dict[str, EntryForms]
     updater: Updater
     parts: Parts | None
     same_data: SameData | None
-    pending: Pending
 
     def settle(self, what: str) -> None:
         """See that all batches so far were the same on all ranks. what: this rank does next, as in "saving". Raises RankError."""
@@ -64,7 +64,7 @@ class State:
 
         self.prepare_optimizer_state({name: _signature(value) for name, value in state.items()})
         entries = self.state_entries()
-        missing = [name for name in entries if name not in (*state, SKIPPED)]
+        missing = [name for name in entries if name not in state and name.partition("@")[0] != SKIPPED]
         if missing:
             raise CheckpointError(f"the state has no {', '.join(missing[:5])} ({len(missing)} missing)")
         self.accept({name: unpack(state.get(name, entry.value), entry) for name, entry in entries.items()})
@@ -72,9 +72,10 @@ class State:
     def state_entries(self) -> dict[str, StateEntry]:
         """Everything a checkpoint holds of this rank: local values with global shape and spec. Nothing is copied: what rests in a
         tier is there, and nothing is on its way to it. All ranks call it, and were given the same batches. Raises RankError."""
-        if self.pending.batches:
+        waiting = sum(one.pending.batches for one in self.entries.values())
+        if waiting:
             raise CheckpointError(
-                f"the gradients of {self.pending.batches} batches wait for an update, and no state holds them; update first"
+                f"the gradients of {waiting} batches wait for an update, and no state holds them; update first"
             )
         self.settle("reading or saving the state")
         self.settle_tiers()
@@ -83,14 +84,15 @@ class State:
         }
         step = next(iter(self.stages.values())).rt.step
         extra: dict[str, StateEntry] = {"step": StateEntry(torch.tensor(step), (), (), self.comm)}
-        for stage, name, parameter in self._optimized():
-            info = stage.tables.parameters[name]
-            for key, value in self.updater.state_of(name).items():
-                sharded = isinstance(value, Tensor) and value.shape == parameter.shape
-                shape = info.shape if sharded else tuple(getattr(value, "shape", ()))
-                spec = info.opt_spec if sharded else of_owner(shape, info.shape, info.opt_spec)
-                extra[f"optim.{name}.{key}"] = StateEntry(value, shape, spec, stage.comm)
-        extra |= {name: StateEntry(text, (), (), self.comm) for name, text in self.updater.dump().items()}
+        for entry, one in self.entries.items():
+            for stage, name, parameter in _optimized(one):
+                info = stage.tables.parameters[name]
+                for key, value in one.updater.state_of(name).items():
+                    sharded = isinstance(value, Tensor) and value.shape == parameter.shape
+                    shape = info.shape if sharded else tuple(getattr(value, "shape", ()))
+                    spec = info.opt_spec if sharded else of_owner(shape, info.shape, info.opt_spec)
+                    extra[f"{_prefix(entry)}{name}.{key}"] = StateEntry(value, shape, spec, stage.comm)
+            extra |= {_of(entry, n): StateEntry(text, (), (), self.comm) for n, text in one.updater.dump().items()}
         extra |= {name: one for stage in self.stages.values() for name, one in unsent_entries(stage).items()}
         clash = entries.keys() & extra.keys()
         if clash:
@@ -100,18 +102,26 @@ class State:
     def prepare_optimizer_state(self, available: Mapping[str, tuple[tuple[int, ...], torch.dtype] | None]) -> None:
         """Allocate the optimizer state that a checkpoint has (name -> shape and dtype; None: no tensor), and forget what it has
         not: a parameter that had no gradient yet has no state."""
-        shapes = {name: stage.tables.parameters[name].shape for stage, name, _ in self._optimized()}
-        for name in self.opt_params if "optim_groups" in available else ():
-            state = self.updater.state_of(name)
-            for key in [key for key in state if f"optim.{name}.{key}" not in available]:
-                del state[key]
         for stage in self.stages.values():
             prepare_unsent(stage, available)
+        for entry, one in self.entries.items():
+            self._prepare_optimizer_state(entry, one, available)
+
+    def _prepare_optimizer_state(
+        self, entry: str, one: EntryForms, available: Mapping[str, tuple[tuple[int, ...], torch.dtype] | None]
+    ) -> None:
+        """The same for the optimizers of an entry."""
+        updater, prefix = one.updater, _prefix(entry)
+        shapes = {name: stage.tables.parameters[name].shape for stage, name, _ in _optimized(one)}
+        for name in one.opt_params if _of(entry, "optim_groups") in available else ():
+            state = updater.state_of(name)
+            for key in [key for key in state if f"{prefix}{name}.{key}" not in available]:
+                del state[key]
         for full_name, signature in available.items():
-            name, _, key = full_name.removeprefix("optim.").rpartition(".")
-            if not full_name.startswith("optim.") or not self.updater.takes(name):
+            name, _, key = full_name.removeprefix(prefix).rpartition(".")
+            if not full_name.startswith(prefix) or not updater.takes(name):
                 continue
-            parameter, state = self.opt_params[name], self.updater.state_of(name)
+            parameter, state = one.opt_params[name], updater.state_of(name)
             if key in state:
                 continue
             if signature is None:
@@ -123,37 +133,41 @@ class State:
                     f"{full_name} has shape {shape}, more than the state of a parameter of shape {shapes[name]} can have"
                 )
             local = parameter.shape if shape == shapes[name] else shape
-            device = parameter.device if local or self.updater.counts_on_device(name) else torch.device("cpu")
+            device = parameter.device if local or updater.counts_on_device(name) else torch.device("cpu")
             state[key] = torch.zeros(local, dtype=dtype, device=device)
 
     @torch.no_grad()
     def accept(self, local: Mapping[str, Any]) -> None:
         """Take local values for the names of state_entries (those in the entry's own memory stay put)."""
         step = step_number(local["step"])
-        self.updater.restore({name: local[name] for name in self.updater.dump()})
+        for entry, one in self.entries.items():
+            one.updater.restore({name: local[_of(entry, name)] for name in one.updater.dump()})
         for _, info, target in self._owned():
             value = local[info.name]
             if value.data_ptr() != target.data_ptr():
                 target.copy_(value)
         for stage in self.stages.values():
             stage.rt.step = step
-        for name in self.opt_params:
-            state = self.updater.state_of(name)
-            for key in state:
-                value = local[f"optim.{name}.{key}"]
-                if not isinstance(state[key], Tensor):
-                    check_plain(f"optim.{name}.{key}", value)
-                    state[key] = value
-                elif value.data_ptr() != state[key].data_ptr():
-                    state[key].copy_(value)
+        for entry, one in self.entries.items():
+            for name in one.opt_params:
+                state = one.updater.state_of(name)
+                for key in state:
+                    full_name = f"{_prefix(entry)}{name}.{key}"
+                    value = local[full_name]
+                    if not isinstance(state[key], Tensor):
+                        check_plain(full_name, value)
+                        state[key] = value
+                    elif value.data_ptr() != state[key].data_ptr():
+                        state[key].copy_(value)
         for stage in self.stages.values():
-            for name, entry in unsent_entries(stage).items():
-                if local[name].data_ptr() != entry.value.data_ptr():
-                    entry.value.copy_(local[name])
+            for name, unsent in unsent_entries(stage).items():
+                if local[name].data_ptr() != unsent.value.data_ptr():
+                    unsent.value.copy_(local[name])
         if self.parts is not None:
             self.parts.park()
-        for stage in self.stages.values():
-            stage.refresh_optimizer_shards()
+        for one in self.entries.values():
+            for stage in one.stages.values():
+                stage.refresh_optimizer_shards()
         self.shared.spread_parameters()
         self.shared.spread_buffers(every=True)
 
@@ -173,10 +187,22 @@ class State:
                         yield stage, info, value
             known |= {info.name for stage in form.stages.values() for info, _ in stage.stored()}
 
-    def _optimized(self) -> Iterator[tuple[Stage, str, nn.Parameter]]:
-        for stage in self.stages.values():
-            for name, parameter in stage.opt_params.items():
-                yield stage, name, parameter
+
+def _optimized(entry: EntryForms) -> Iterator[tuple[Stage, str, nn.Parameter]]:
+    """The parameters that an entry trains on this rank."""
+    for stage in entry.stages.values():
+        for name, parameter in stage.opt_params.items():
+            yield stage, name, parameter
+
+
+def _prefix(entry: str) -> str:
+    """The beginning of the names of an entry's optimizer state."""
+    return f"{_of(entry, 'optim')}."
+
+
+def _of(entry: str, name: str) -> str:
+    """A name of a checkpoint that every entry which trains has one of."""
+    return f"{name}@{entry}" if entry else name
 
 
 def _signature(value: Any) -> tuple[tuple[int, ...], torch.dtype] | None:

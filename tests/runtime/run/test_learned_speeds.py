@@ -14,6 +14,7 @@ import autopar
 from autopar.cli.doctor import main as doctor
 from autopar.runtime.run.learned_speeds import LEARNED, read_learned, slowness_of
 from tests.runtime.staged import run as run_ranks
+from tests.runtime.step.test_rebalance_stages import compiled
 
 ROWS, STEPS = 21, 32
 DATA = """import os, sys, time
@@ -89,6 +90,49 @@ def test_ranks_are_as_fast_as_their_machines_were():
     assert slowness_of(learned, ["a", "a", "a", "new"]) == [1.0, 2.0, 2.0, 2.0]
 
 
-def test_ranks_whose_rows_do_not_move_are_taken_to_be_usual():
-    learned = {"a": (1.0, 0.0), "b": (0.0,), "c": (3.0,)}
-    assert slowness_of(learned, ["a", "a", "b", "c"]) == [1.0, 2.0, 2.0, 3.0]
+STAGED = """import os, sys, time
+import torch
+
+SLOW = 6e-3 if os.environ["RANK"] == "3" else 1e-3
+
+def batches():
+    session = sys.modules["autopar_runtime.step.session"].Session
+    compute = session._compute
+
+    def slow(self, *args):
+        time.sleep(SLOW * next(iter(self.stages.values())).comm.block_size(12, "dp"))
+        return compute(self, *args)
+
+    session._compute = slow
+    for n in range(200):
+        draw = torch.Generator().manual_seed(n)
+        yield tuple(torch.randn(24, 24, dtype=torch.float64, generator=draw) for _ in range(2))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_rows_of_a_stage_move_and_the_next_start_begins_with_them(tmp_path):
+    program, out, run = compiled(4, pp=2, schedule="1f1b", strategy="dp", tied=True), tmp_path / "out", tmp_path / "run"
+    program.save(out)
+    (out / "data.py").write_text(STAGED)
+    argv = ["--run-dir", run, "--backend", "gloo", "--data", f"{out / 'data.py'}:batches", "--save-every", 12]
+    status, said = run_ranks(out, [*argv, "--steps", 24], 4, tmp_path / "first")
+    assert status == [0] * 4, said
+    assert "rows of stage 1 move along dp, 6:6 becomes" in said
+    learned = read_learned(run)
+    assert learned is not None
+    first, second = learned.rows
+    assert (first.stages, second.stages) == ((0,), (1,))
+    assert second.shares[1] <= 4
+    status, again = run_ranks(out, [*argv, "--steps", 28], 4, tmp_path / "again")
+    assert status == [0] * 4, again
+    assert "step 24: rows of stage 1 move along dp, 6:6 becomes" in again
+    batches = [
+        tuple(torch.randn(24, 24, dtype=torch.float64, generator=draw) for _ in range(2))
+        for draw in (torch.Generator().manual_seed(n) for n in range(28))
+    ]
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    found = {line["step"]: line["loss"] for line in lines}
+    even = program.run(batches).losses
+    assert [found[step + 1] for step in range(28)] == pytest.approx([loss.item() for loss in even], rel=1e-9)

@@ -30,6 +30,7 @@ def eager(updates: int, each: int) -> tuple[list[float], dict[str, torch.Tensor]
     return losses, dict(own.state_dict())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", ["dp", "zero2", "zero3"])
 @pytest.mark.parametrize("each", [1, 3])
 def test_batches_before_an_update_add_up_as_in_a_loop_of_torch(strategy: str, each: int) -> None:
