@@ -100,6 +100,11 @@ class Step:
         """The scheduler, which every update steps. Raises RuntimeProgramError where there is not one."""
         return self._only(tuple(self._session.updater.schedulers), "scheduler")
 
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The global norm of the last update's gradients before they were clipped; None where nothing clips them by it."""
+        return self._session.grad_norm
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The trained parameters as this rank's optimizer has them, by the model's names: shards, flat ones where it has runs."""
         names = self._program.manifest.state_names
