@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.capture.examples.held import Held
 from autopar.errors import InputError
 from autopar.runtime.data.origin import name_of
 
@@ -26,8 +27,9 @@ Groups = Sequence[tuple[tuple[str, ...], Mapping[str, Any]]]
 _OWN_STATE = frozenset({"state", "param_groups", "defaults"})
 
 
-def factory_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Callable[..., torch.optim.Optimizer]:
-    """A factory, as `compile` takes it, of an optimizer that is over a model's parameters and has not stepped yet.
+def factory_of(optimizer: torch.optim.Optimizer, model: nn.Module | Held) -> Callable[..., torch.optim.Optimizer]:
+    """A factory, as `compile` takes it, of an optimizer that is over a model's parameters, or those of several modules, and has
+    not stepped yet.
 
     Raises InputError where a parameter is none of the model's, where the optimizer has state, or where a new one of its class
     would be another.
@@ -41,12 +43,12 @@ def factory_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Callable[.
         for names, group in zip(_members(optimizer, model), optimizer.param_groups, strict=True)
     ]
     again = type(optimizer)
-    _check_alike(optimizer, regrouped(list(model.named_parameters()), again, groups))
+    _check_alike(optimizer, regrouped(list(_tensors(model).items()), again, groups))
     return functools.partial(regrouped, kind=again, groups=groups)
 
 
 def taking_over(
-    optimizer: torch.optim.Optimizer, model: nn.Module
+    optimizer: torch.optim.Optimizer, model: nn.Module | Held
 ) -> Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer]:
     """A factory that gives an optimizer itself, with the parameters that it is called with in the place of the model's: what
     refers to it (a scheduler, a loop that sets learning rates) sets what is trained. Raises InputError as `factory_of`."""
@@ -62,9 +64,15 @@ def taking_over(
     return taken
 
 
-def _members(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[tuple[str, ...]]:
-    """The model's names of the parameters of every group."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+def _tensors(model: nn.Module | Held) -> dict[str, Tensor]:
+    return (model if isinstance(model, Held) else Held(model)).tensors()
+
+
+def _members(optimizer: torch.optim.Optimizer, model: nn.Module | Held) -> list[tuple[str, ...]]:
+    """The program's names of the parameters of every group."""
+    names: dict[int, str] = {}
+    for name, tensor in _tensors(model).items():
+        names.setdefault(id(tensor), name)
     for index, group in enumerate(optimizer.param_groups):
         if foreign := [tuple(p.shape) for p in group["params"] if id(p) not in names]:
             raise InputError(
@@ -75,7 +83,7 @@ def _members(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[tuple[s
 
 
 def regrouped(
-    named_parameters: Sequence[tuple[str, nn.Parameter]], kind: Callable[..., torch.optim.Optimizer], groups: Groups
+    named_parameters: Sequence[tuple[str, Tensor]], kind: Callable[..., torch.optim.Optimizer], groups: Groups
 ) -> torch.optim.Optimizer:
     """The optimizer of a kind over those of these parameters that groups name. Raises InputError where it cannot be made."""
     own = dict(named_parameters)

@@ -76,5 +76,5 @@ trainer.train()
 metrics = trainer.evaluate()
 if trainer.is_world_process_zero():
     for told in (*trainer.state.log_history, metrics):
-        numbers = {name: value for name, value in told.items() if "runtime" not in name and "per_second" not in name}
+        numbers = {name: value for name, value in told.items() if not name.endswith(("time", "per_second"))}
         print(", ".join(f"{name} {value:.{digits}g}" for name, value in numbers.items()))
