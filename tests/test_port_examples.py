@@ -31,10 +31,8 @@ SHORT = {"gpt": ["--steps=6"], "gan": ["--steps=20"], "image": ["--epochs=2"]}
 
 def differences(name: str) -> list[str]:
     """The lines of a unified diff without context, those of its head left out."""
-    before, after = (
-        (SCRIPTS / f"{name}_{state}.py").read_text().splitlines() for state in ("before", "after")
-    )
-    return [line for line in difflib.unified_diff(before, after, n=0, lineterm="")][2:]
+    before, after = ((SCRIPTS / f"{name}_{state}.py").read_text().splitlines() for state in ("before", "after"))
+    return list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -63,9 +61,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def before(name: str, folder: Path, *arguments: str) -> list[str]:
     """The lines that a script prints as it was."""
     command = [python(), str(SCRIPTS / f"{name}_before.py"), f"--out={folder / 'before'}", *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=folder, timeout=300, check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout.splitlines()
 
@@ -87,6 +83,7 @@ def assert_equal(ours: list[str], theirs: list[str], tolerance: float) -> None:
     torch.testing.assert_close(*numbers, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 def test_nano_gpt_on_two_ranks_prints_what_it_does_on_one_device(folder: Path) -> None:
     arguments = ["--float64", "--steps=5"]
     assert_equal(after("gpt", folder, *arguments), before("gpt", folder, *arguments), 1e-9)

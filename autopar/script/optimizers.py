@@ -58,7 +58,9 @@ def taking_over(
         own = dict(named_parameters)
         for names, group in zip(members, optimizer.param_groups, strict=True):
             held = [name for name in names if name in own]
-            group |= {"params": [own[name] for name in held]} | ({"param_names": held} if "param_names" in group else {})
+            group |= {"params": [own[name] for name in held]} | (
+                {"param_names": held} if "param_names" in group else {}
+            )
         return optimizer
 
     return taken

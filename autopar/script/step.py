@@ -74,7 +74,8 @@ class Step:
     @contextmanager
     def no_sync(self, enabled: bool = True) -> Iterator[None]:
         """A context in which gradients of batches are added up, and nothing is updated; the next batch outside of it is updated
-        with the sum, as in a loop that calls `backward` several times before `optimizer.step()`. enabled: False changes nothing."""
+        with the sum, as in a loop that calls `backward` several times before `optimizer.step()`. enabled: False changes
+        nothing."""
         before, self._adding = self._adding, self._adding or enabled
         try:
             yield

@@ -43,7 +43,9 @@ def dpo_loss(logps, reference_logps):
 
 def batch():
     ids = torch.randint(0, vocab, (8, 2, length))
-    return ids, (torch.arange(length) >= torch.randint(4, 12, (8, 1, 1))).expand(8, 2, length).to(torch.get_default_dtype())
+    return ids, (torch.arange(length) >= torch.randint(4, 12, (8, 1, 1))).expand(8, 2, length).to(
+        torch.get_default_dtype()
+    )
 
 
 policy = LogProbs(GPT(vocab, length, layers=1, width=32))

@@ -16,7 +16,9 @@ class Block(nn.Module):
 
     def forward(self, x):
         B, T, C = x.size()
-        q, k, v = (part.view(B, T, self.heads, C // self.heads).transpose(1, 2) for part in self.attn(self.ln_1(x)).split(C, 2))
+        q, k, v = (
+            part.view(B, T, self.heads, C // self.heads).transpose(1, 2) for part in self.attn(self.ln_1(x)).split(C, 2)
+        )
         dropout_p = self.dropout if self.training else 0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
         x = x + self.drop(self.proj(y.transpose(1, 2).contiguous().view(B, T, C)))

@@ -24,7 +24,9 @@ L.seed_everything(0)
 class Classifier(L.LightningModule):
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 3))
+        self.net = nn.Sequential(
+            nn.Linear(8, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 3)
+        )
 
     def training_step(self, batch, batch_idx):
         x, y = batch
