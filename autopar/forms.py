@@ -8,7 +8,8 @@ of values, recompute, messages and schedule. At run time all of them use one set
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +41,7 @@ def with_forms(first: ParallelProgram, compile_form: Compile) -> ParallelProgram
             raise
         _check_buffers(first, entries[name])
         _check_trained(first, entries[name])
+        _check_averaged(first, entries[name], first.request.averaged.get(name, ()))
     timings = _added(program.timings, *(one.timings for one in entries.values()))
     return replace(program, entries=entries, timings=timings)
 
@@ -88,7 +90,8 @@ def captured_for(first: ParallelProgram, request: Request) -> Captured:
 
 def setting_for(first: ParallelProgram, own: Setting) -> Setting:
     """A form's setting: the state of all optimizers of the program rests beside it."""
-    return replace(own, optimizer=first.setting.optimizer, kept=first.setting.kept | {*first.ir.trained})
+    kept = first.setting.kept | {*first.ir.trained}
+    return replace(own, optimizer=first.setting.optimizer, kept=kept, averaged=first.setting.averaged)
 
 
 def with_others(request: Request, program: Program, own: Setting, ranks: int) -> Setting:
@@ -99,7 +102,7 @@ def with_others(request: Request, program: Program, own: Setting, ranks: int) ->
             other = examine_on(entry.update, names, ranks)
             state = own.optimizer.joined({*program.trained, *own.kept}, other, names)
             own = replace(own, optimizer=state, kept=own.kept | {*names})
-    return own
+    return replace(own, averaged=Counter(name for names in request.averaged.values() for name in names))
 
 
 def laid_out_as(first: ParallelProgram, request: Request, program: Program) -> Layout:
@@ -158,6 +161,20 @@ def _check_trained(first: ParallelProgram, entry: ParallelProgram) -> None:
                     f"entries[{entry.request.entry!r}] trains {name}, which rests in a memory tier, or its optimizer's state "
                     "does, and the program's own step alone trains such parameters; use Options(offload='none')"
                 )
+
+
+def _check_averaged(first: ParallelProgram, entry: ParallelProgram, names: Sequence[str]) -> None:
+    """Raises CaptureError where a parameter that an entry averages is in other stages there, or rests in a memory tier."""
+    for name in names:
+        if any(form.lowered.shared.get(name) != first.lowered.shared.get(name) for form in entry.of_buckets):
+            raise CaptureError(
+                f"entries[{entry.request.entry!r}] averages {name}, which other stages have than those in which the program's "
+                "own step uses it; use Options(pp=1)"
+            )
+        if any(p.tier for stage in first.plan.stages for p in [stage.parameters.get(name)] if p):
+            raise CaptureError(
+                f"entries[{entry.request.entry!r}] averages {name}, which rests in a memory tier; use Options(offload='none')"
+            )
 
 
 def _holders(program: ParallelProgram, name: str) -> set[int]:

@@ -251,16 +251,19 @@ class Entry:
     "inherited" is the program's own; None: the model's output alone, or `.loss` of it. module: another nn.Module in the place
     of the model, such as a teacher, or one around some layers of the model: parameters and buffers that both have are one, and
     those that it alone has are called "entry name.own name". outputs: False for the loss alone, where nobody reads what the
-    model returns. optimizer: of a training step, as of `compile`, or an autopar.UpdateRule; it has the parameters that the step
-    trains, and state of its own. trains: these, as a module or as parameters, whatever their requires_grad says outside of the
-    step (None: those that require a gradient). buckets, pad_values: other shapes of its batches, as of `compile`. options: of its
-    own (None: the program's); meshes, stages and how parameters are stored are the program's in any case.
+    model returns. ema: evaluate with averages of the trained parameters of this decay, updated after every step that trains one
+    of them, as AveragedModel and get_ema_multi_avg_fn of torch.optim.swa_utils have it; buffers are the model's. optimizer: of
+    a training step, as of `compile`, or an autopar.UpdateRule; it has the parameters that the step trains, and state of its
+    own. trains: these, as a module or as parameters, whatever their requires_grad says outside of the step (None: those that
+    require a gradient). buckets, pad_values: other shapes of its batches, as of `compile`. options: of its own (None: the
+    program's); meshes, stages and how parameters are stored are the program's in any case.
     """
 
     example_inputs: Any = None
     loss_fn: Callable[..., Any] | str | None = INHERITED
     module: nn.Module | None = None
     outputs: bool = True
+    ema: float | None = None
     train: bool = False
     optimizer: OptimizerFactory | UpdateRule | Optimizer | None = None
     trains: nn.Module | Iterable[nn.Parameter] | None = None
@@ -294,6 +297,11 @@ def checked_entries(entries: Mapping[str, Entry] | None) -> dict[str, Entry]:
             )
         if entry.module is not None and not isinstance(entry.module, nn.Module):
             raise InputError(f"entries[{name!r}]: module must be a torch.nn.Module, not {type(entry.module).__name__}")
+        if entry.ema is not None and (entry.train or not (is_number(entry.ema, 0, 1) and 0 < entry.ema < 1)):
+            raise InputError(
+                f"entries[{name!r}]: ema is the decay of averages to evaluate with, between 0 and 1, of a step that does not "
+                f"train; it is {shown(entry.ema)}"
+            )
         if not entry.train and (entry.optimizer is not None or entry.trains is not None):
             raise InputError(f"entries[{name!r}]: optimizer and trains are for a step that trains; set train=True")
         if entry.options is not None and not isinstance(entry.options, Options):

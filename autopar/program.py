@@ -52,6 +52,7 @@ from autopar.runtime.guards import InputLike
 from autopar.runtime.program.rows import DataShard
 from autopar.runtime.program.shapes import Shapes
 from autopar.runtime.step.session import FIRST, Session
+from autopar.runtime.update.averaging import Averaging
 
 T = TypeVar("T")
 Steps = tuple[StepRecord, ...]
@@ -146,6 +147,7 @@ class ParallelProgram(Compiled):
                     e.request.pad_values,
                     e.has_loss,
                     e.request.update if e.training else None,
+                    self._averaging(name),
                 )
                 for name, e in self.entries.items()
             },
@@ -155,6 +157,11 @@ class ParallelProgram(Compiled):
     def _form(self) -> FormContents:
         """The files of this program alone, of one shape of one step."""
         return FormContents(self.plan, self.lowered, self.sources, self.pipeline, self.request.inputs)
+
+    def _averaging(self, entry: str) -> Averaging | None:
+        """How an entry averages parameters, if it does."""
+        decay = self.entries[entry].request.ema
+        return None if decay is None else Averaging(decay, self.request.averaged[entry])
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The model's parameters, buffers and captured constants by table name."""
@@ -219,7 +226,9 @@ class ParallelProgram(Compiled):
         return replace(
             load(self.lowered, self.sources, self.pipeline),
             buckets=tuple(bucket.in_process for bucket in self.buckets),
-            entries={name: entry.in_process for name, entry in self.entries.items()},
+            entries={
+                name: replace(entry.in_process, averaging=self._averaging(name)) for name, entry in self.entries.items()
+            },
             pad_values=self.request.pad_values,
             options=self.options.at_run_time(),
             update=self.request.update if self.training else None,

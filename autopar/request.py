@@ -49,7 +49,7 @@ class Request:
     next of these shapes. entries: other steps over the same parameters, by name; entry: the name of this one, where it is such a
     step; gives: what is captured of the model, in eval mode where that is not its own step; held: the tensors of all modules,
     where entries have modules of their own; trains: identities of the parameters that require a gradient in this step (None: as
-    they do anyway).
+    they do anyway); ema: the decay of the averages that the step computes with.
     """
 
     model: nn.Module
@@ -67,6 +67,7 @@ class Request:
     gives: Gives = "step"
     held: Held | None = None
     trains: frozenset[int] | None = None
+    ema: float | None = None
 
     @property
     def batch(self) -> int:
@@ -125,6 +126,17 @@ class Request:
             names[name]: tuple(p.shape)
             for name, p in self.model.named_parameters()
             if (p.requires_grad if self.trains is None else id(p) in self.trains)
+        }
+
+    @property
+    def averaged(self) -> dict[str, tuple[str, ...]]:
+        """By entry that computes with averages the parameters that it averages: those of its module that some step trains."""
+        trained = {*self.trained}.union(*(one.trained for one in self.entries.values() if one.gives == "step"))
+        held = self.held or Held(self.model)
+        return {
+            entry: tuple(name for name in dict.fromkeys(held.names(one.model).values()) if name in trained)
+            for entry, one in self.entries.items()
+            if one.ema is not None
         }
 
     @property
@@ -284,6 +296,7 @@ def _entry(program: Request, name: str, entry: Entry) -> Request:
             entry=name,
             gives="step" if entry.train else "loss and outputs" if entry.outputs else "loss",
             trains=_identities(model, entry, name),
+            ema=entry.ema,
         )
     except AutoparError as error:
         error.add_note(f"This is of entries[{name!r}].")

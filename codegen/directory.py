@@ -57,6 +57,7 @@ from autopar.runtime.program.manifest import (
     world_folder,
 )
 from autopar.runtime.program.run_options import DEFAULTS, RunOptions
+from autopar.runtime.update.averaging import Averaging
 from autopar.runtime.update.update_rule import UpdateRule
 
 MOST_RANK_FILES = 1024
@@ -78,13 +79,14 @@ class FormContents:
 @dataclass(frozen=True, eq=False)
 class EntryContents:
     """The part that serves another step. buckets: batches of other shapes of it; has_loss: whether its outputs begin with one;
-    update: of one that trains."""
+    update: of one that trains; averaging: of one that computes with averages."""
 
     form: FormContents
     buckets: tuple[FormContents, ...]
     pad_values: Mapping[str, float]
     has_loss: bool
     update: UpdateRule | None = None
+    averaging: Averaging | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,6 +228,7 @@ def _program(contents: Contents, worlds: Sequence[int] = (), slower: int = 0) ->
                 entry.pad_values,
                 entry.update is not None,
                 named_rule(entry.update, name),
+                entry.averaging,
             )
             for name, entry in contents.entries.items()
         },

@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -23,6 +23,7 @@ from autopar.runtime.program.run_options import DEFAULTS, RunOptions
 from autopar.runtime.program.tables import Pipeline, world_mesh
 from autopar.runtime.step.entries import EntryModules
 from autopar.runtime.step.session import Session
+from autopar.runtime.update.averaging import Averaging
 from autopar.runtime.update.update_rule import UpdateRule
 
 T = TypeVar("T")
@@ -32,7 +33,7 @@ T = TypeVar("T")
 class InProcess:
     """An emitted program as modules of this process: pipeline.py and every stage. buckets: the same for batches of other
     shapes; entries: of other steps; pad_values: of inputs, by name; options: those that reach run time; update: of an entry
-    that trains."""
+    that trains; averaging: of one that computes with averages."""
 
     pipeline: types.ModuleType
     stages: tuple[types.ModuleType, ...]
@@ -41,6 +42,7 @@ class InProcess:
     pad_values: Mapping[str, float] = field(default_factory=dict)
     options: RunOptions = DEFAULTS
     update: UpdateRule | None = None
+    averaging: Averaging | None = None
 
     @cached_property
     def data_shards(self) -> tuple[DataShard, ...]:
@@ -77,7 +79,8 @@ class InProcess:
             buckets=self._forms[1:],
             pad=self.pad_values,
             entries={
-                name: EntryModules(entry._forms, entry.pad_values, entry.update) for name, entry in self.entries.items()
+                name: EntryModules(entry._forms, entry.pad_values, entry.update, entry.averaging)
+                for name, entry in self.entries.items()
             },
             options=self.options,
         )
@@ -113,15 +116,3 @@ def stage_module(source: str, name: str, importable: Mapping[str, types.ModuleTy
     module.__dict__["__source__"] = source
     exec(compile(source, f"<{name}>", "exec"), module.__dict__)
     return module
-
-
-def train(
-    session: Session, batches: Sequence[Sequence[torch.Tensor]], steps: int
-) -> tuple[list[torch.Tensor], list[Any]]:
-    """Losses of `steps` optimizer steps over the batches, again from the first when they run out, and what they give beside
-    these, if they do."""
-    losses, extras = [], []
-    for i in range(steps):
-        losses.append(session.train_step(list(batches[i % len(batches)])).clone())
-        extras += [] if session.extras is None else [session.extras]
-    return losses, extras

@@ -249,6 +249,7 @@ def evaluate():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_run_evaluates_every_so_many_steps_and_after_the_last(tmp_path: Path) -> None:
     home, turns = tmp_path / "program", [("", batch(8, i)) for i in range(3)]

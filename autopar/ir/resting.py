@@ -9,6 +9,7 @@ and of the gradient that this needs. Its rows say what rests, and with which of 
     gradients    the reduced gradient, from backward until the optimizer used it  parameters
     optimizer    the optimizer's state (`OptimizerState`)                         optimizer
     optimizer    the updated block, where it is a copy beside the stored one      parameters
+    averages     averages of the stored block over steps                          parameters
 
 On two ranks a float32 (8, 4) under Adam, stored whole and updated by columns, has rows of 128, 64, 128 and 64 bytes.
 """
@@ -79,6 +80,8 @@ class ParameterOnRank(Generic[Bytes]):
             yield RestingBytes("optimizer", "optimizer", self.state_bytes(setting))
         if self.names and self.copied is not None:
             yield RestingBytes("optimizer", "parameters", self.copied)
+        if copies := sum(setting.averaged.get(name, 0) for name in self.names):
+            yield RestingBytes("averages", "parameters", copies / len(self.names) * self.stored)
 
 
 def on_rank(

@@ -104,7 +104,7 @@ class Setting:
     gradients travel while they are reduced (`runtime.gradients.compression.CODECS`; "": as they are). changes_gradients:
     they are written to before the optimizer sees them, those that others may hold in a copy. by_microbatch: gradients are
     reduced after every microbatch, so that shards rest in between. kept: parameters that other steps train, so that their
-    optimizer's state rests here too.
+    optimizer's state rests here too. averaged: how many averages of a parameter rest beside it, by name.
     """
 
     microbatches: int = 1
@@ -116,3 +116,4 @@ class Setting:
     changes_gradients: bool = False
     by_microbatch: bool = False
     kept: frozenset[str] = frozenset()
+    averaged: Mapping[str, int] = field(default_factory=dict)

@@ -82,7 +82,7 @@ def _clusters(program: Compiled, also: Sequence[int | ClusterSpec | str | Path])
 
 
 def _fixed(program: Compiled) -> list[bool]:
-    """Of every form whether its losses depend on microbatches and order."""
+    """Whether the losses of each form depend on microbatches and order."""
     return [form.request.options.coupled != "refuse" or form.ir.random for form in program.forms]
 
 

@@ -29,6 +29,9 @@ MOST_DAYS = 30.0
 MOST_BYTES = 4 << 30
 LEAST_S = 3600.0
 """Seconds since it was last loaded before a program is deleted, as one that starts may be reading it."""
+ONCE = "once-"
+"""The first letters of a program that nobody will find again, and that is deleted when the process that made it ends."""
+ONCE_DAYS = 1.0
 _UNFINISHED = "."
 
 
@@ -93,7 +96,8 @@ def prune(root: Path, added: Path, now_s: float | None = None) -> None:
     total = _bytes(added)
     for age_s, path in rows:
         total += _bytes(path) if path != added else 0
-        if path != added and age_s > LEAST_S and (age_s > MOST_DAYS * 86400 or total > MOST_BYTES):
+        most_days = ONCE_DAYS if path.name.startswith((ONCE, _UNFINISHED)) else MOST_DAYS
+        if path != added and age_s > LEAST_S and (age_s > most_days * 86400 or total > MOST_BYTES):
             _delete(path)
 
 

@@ -18,6 +18,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import os
 import platform
 import site
 import sys
@@ -44,6 +45,10 @@ _UNSEEN = ("_abc_impl",)
 _BY_NAME = frozenset({"globals", "eval", "exec", "__import__", "import_module"})
 """Names by which code finds what its names do not say: its whole file counts then."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented))
+
+
+_OF_ENVIRONMENT = frozenset({"environ", "getenv"})
+"""Names by which code reads variables of the environment: those that it names count then."""
 
 
 class Unknowable(Exception):
@@ -167,6 +172,11 @@ def _library(module: str) -> str | None:
         return None
     top = getattr(first, "__file__", None)
     return _hash(str(getattr(first, "__version__", "")), _stated(path), _stated(Path(top)) if top else "")
+
+
+def _texts(code: types.CodeType) -> set[str]:
+    """The words that code names as they are."""
+    return {one for inside in codes_of(code) for one in inside.co_consts if isinstance(one, str) and "\0" not in one}
 
 
 class _Reader:
@@ -303,6 +313,8 @@ class _Reader:
             said += [name, self._module(value, names, where) if _is_module(value) else self._of(value, where)]
         if names & _BY_NAME:
             said.append(_text(Path(function.__code__.co_filename)))
+        if names & _OF_ENVIRONMENT:
+            said += [os.environ.get(key, "") for key in sorted(_texts(function.__code__))]
         for imported in _imports(function):
             said += [imported.__name__, self._module(imported, names, f"{path} -> {imported.__name__}")]
         if vars(function):

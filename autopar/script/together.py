@@ -44,11 +44,10 @@ from autopar.runtime.errors import CollectiveTimeout, RuntimeProgramError
 from autopar.runtime.run.meeting import default_store, joined, told
 from autopar.runtime.run.program_files import Compared, compare
 from autopar.runtime.update.update_rule import UpdateRule
-from autopar.script.cache import cache_folder, keep, kept
+from autopar.script.cache import ONCE, cache_folder, keep, kept
 from autopar.script.fingerprint import Asked
 
 POLL_S = 0.02
-ONCE = "once-"
 ARGUMENTS = Compared(
     "arguments",
     "what they ask for",

@@ -68,7 +68,7 @@ class _Followed:
         return frozenset(whole)
 
     def _kept(self, line: Convert | Compute) -> Iterator[str]:
-        """What a line makes of it in its shape; its axes are noted where that is in blocks."""
+        """The values that a line makes of it whole, in its shape; the axes of those in blocks are noted."""
         for out, type_, spec in line.made():
             if type_ is not None and spec is not None and type_.shape == self.shape:
                 if spec.dims[self.dim]:
@@ -77,7 +77,7 @@ class _Followed:
                     yield out
 
     def _called(self, call: CallForward, whole: Collection[str]) -> Iterator[str]:
-        """What a call gives of it; a template is looked at once."""
+        """The values that a call gives of it whole; a template is looked at once."""
         own = self.templates[call.template].forward
         for given, taken in zip(call.inputs, own.args[len(call.params) :], strict=True):
             if given in whole:

@@ -55,7 +55,7 @@ def eager(
         total = torch.zeros((), dtype=torch.float64)
         for piece in microbatches(inputs, parts, program):
             with _autocast(low):
-                loss = loss_of(model, piece, program.request.loss_fn, program.request.targets) / parts
+                loss = loss_of(model, piece, program.request.loss_fn, program.request.targets)[0] / parts
             loss.backward()
             total += loss.detach().double()
         optimizer.step()

@@ -222,22 +222,24 @@ def test_a_person_may_offload_single_values_and_parameters() -> None:
 
 def test_checkpoints_hold_parked_state(tmp_path: Path) -> None:
     """Saved with state in a tier, loaded without, and the other way round: training goes on the same."""
-    from autopar.codegen import in_process as running
     from autopar.runtime.checkpoint import checkpoint
 
     plain, moved = compiled(GPT, "zero3", "none"), compiled(GPT, "zero3", "all")
     batch = plain.leaves(GPT.batch(1))
     expected = plain.run(GPT.batch(1), steps=4).losses[2:]
 
+    def trained(session: Any) -> list[torch.Tensor]:
+        return [session.train_step(list(batch)).clone() for _ in range(2)]
+
     for first, second in ((plain, moved), (moved, plain), (moved, moved)):
 
         def save(session: Any) -> None:
-            running.train(session, [batch], 2)
+            trained(session)
             checkpoint.save(tmp_path, session)
 
         def resume(session: Any) -> list[torch.Tensor]:
             checkpoint.load(tmp_path, session)
-            return running.train(session, [batch], 2)
+            return trained(session)
 
         first.on_ranks(save)
         for losses in second.on_ranks(resume):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +146,12 @@ def misuse() -> Any:
     SMOOTHING = 0.1 * RANK
     told["closure"] = said(step)
     SMOOTHING = 0.1
+    locked = model()
+    locked.mix.lock = threading.Lock()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        told["once"] = step(locked).directory.name
+    told["warned"] = " ".join(str(one.message) for one in caught)
     own = step(model(seed=RANK), scheduler=lambda one: torch.optim.lr_scheduler.StepLR(one, 1, 0.5))
     state = own.state_dict()
     told["shape"] = said(lambda: own(*(part[:4] for part in batch())))

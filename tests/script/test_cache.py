@@ -91,15 +91,18 @@ def test_a_place_that_cannot_be_is_named(root: Path) -> None:
 
 
 def test_old_programs_go_and_many_go_oldest_first(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "MOST_BYTES", 2500)
     now_s = 1e9
     ages = {"new": 0.0, "recent": 0.5 * cache.LEAST_S, "week": 7 * DAY_S, "weeks": 14 * DAY_S, "old": 31 * DAY_S}
+    ages |= {"once-new": 0.5 * DAY_S, "once-old": 2 * DAY_S, ".unfinished": 2 * DAY_S}
     for name, age_s in ages.items():
         (root / name).mkdir(parents=True)
         (root / name / "file").write_bytes(bytes(1000))
         os.utime(root / name, (now_s - age_s, now_s - age_s))
     cache.prune(root, root / "new", now_s)
-    assert names(root) == {"new", "recent"}
+    assert names(root) == {"new", "recent", "once-new", "week", "weeks"}
+    monkeypatch.setattr(cache, "MOST_BYTES", 3500)
+    cache.prune(root, root / "new", now_s)
+    assert names(root) == {"new", "recent", "once-new"}
     monkeypatch.setattr(cache, "MOST_BYTES", 0)
     cache.prune(root, root / "new", now_s)
     assert names(root) == {"new", "recent"}

@@ -136,6 +136,14 @@ def test_code_counts_wherever_it_is(what: str, tmp_path: Path) -> None:
     assert asked(written(tmp_path, model, helpers).Block()).parts["model"] != first.parts["model"]
 
 
+def test_what_code_imports_when_it_runs_counts(tmp_path: Path) -> None:
+    model = MODEL.replace("import {helpers} as helpers\n", "").replace(" * helpers.FACTOR", "")
+    first = asked(written(tmp_path, model).Block())
+    assert not first.unknown
+    other = HELPERS.replace("x + 1.0", "x + 2.0")
+    assert asked(written(tmp_path, model, other).Block()).parts["model"] != first.parts["model"]
+
+
 def tied(model: Any) -> None:
     model.two.weight = model.one.weight
 
@@ -189,6 +197,17 @@ def test_every_argument_counts(part: str, tmp_path: Path) -> None:
     first, other = asked(model), asked(model, **ARGUMENTS[part])
     assert {name for name in first.parts if first.parts[name] != other.parts[name]} >= {part}
     assert first.key != other.key
+
+
+def test_variables_of_the_environment_that_code_reads_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    helpers = HELPERS.replace("import torch", "import os\nimport torch", 1)
+    helpers = helpers.replace("x + 1.0", 'x + float(os.environ.get("FP_SHIFT", "1"))')
+    model = written(tmp_path, helpers=helpers).Block()
+    first = asked(model)
+    monkeypatch.setenv("FP_OTHER", "2")
+    assert asked(model).key == first.key
+    monkeypatch.setenv("FP_SHIFT", "2")
+    assert asked(model).parts["model"] != first.parts["model"]
 
 
 def test_the_numbers_of_a_batch_count_where_branches_follow_them(tmp_path: Path) -> None:

@@ -102,7 +102,10 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint(ranks: int, folder: Path)
 @pytest.mark.slow
 def test_ranks_that_do_not_do_the_same_are_told_so_by_name(folder: Path) -> None:
     """The script ends badly, as what rank 1 trained last is not what rank 0 did."""
-    for told, state in run(2, "misuse", folder, status=1):
+    results = run(2, "misuse", folder, status=1)
+    assert "compiles at every start: model.mix.lock is a _thread.lock" in results[0][0]["warned"]
+    for told, state in results:
+        assert told["once"].startswith("once-")
         assert told["cluster"].startswith("InputError: cluster local-3 has 3 devices, and this script runs on 2 ranks")
         assert "CaptureError: " in told["graph"]
         assert "ranks ask autopar.parallelize for different programs: rank 1" in told["closure"]

@@ -33,6 +33,7 @@ from ..program.layout import StateEntry
 from ..step.dtensors import described, in_place, unpack
 from ..step.run_tensor import RunTensor
 from ..step.session import Session
+from ..step.state import AVERAGES
 from .checkpoint_files import Files, RecordedWriter, plan_files
 from .checkpoint_reader import METADATA, DataPlanner, DataReader, named, verified
 from .save_plans import Written
@@ -136,8 +137,9 @@ def load(directory: str | Path, session: Session, *, checked: bool = False) -> N
     """Fill the session from a checkpoint of any mesh and plan; every rank calls it. checked: its files were held against their
     record a moment ago, on all ranks.
 
-    Parameters and buffers must be in it. Optimizer state and step are taken when they are (a checkpoint of weights
-    alone starts at step 0). Raises CheckpointError naming what is missing or has another shape.
+    Parameters and buffers must be in it. Optimizer state, averages and step are taken when they are (a checkpoint of weights
+    alone starts at step 0, averages begin where parameters are). Raises CheckpointError naming what is missing or has another
+    shape.
     """
     reader = verified(directory, session.comm, checked=checked)
     available = signatures(reader)
@@ -145,7 +147,7 @@ def load(directory: str | Path, session: Session, *, checked: bool = False) -> N
     entries, own = session.state_entries(), session.names()
     wanted = {}
     for name, entry in entries.items():
-        optional = name == "step" or name.startswith("optim")
+        optional = name == "step" or name.startswith(("optim", *AVERAGES))
         if name not in available:
             if optional and name not in own:
                 continue

@@ -236,8 +236,8 @@ def _arguments(source: str, argument: str, function: Any, known: Sequence[str] =
         signature.bind(**dict.fromkeys(takes))
     except TypeError as error:
         raise RuntimeProgramError(
-            f"{argument} {source!r} is called without arguments"
-            f"{', or with those of ' + ', '.join(known) + ' that it has' if known else ''}: {error}"
+            f"{argument} {source!r} is called without arguments: {error}"
+            f"{'; it is given those of ' + ', '.join(known) + ' that it has' if known else ''}"
         ) from error
     if {"start", "epoch"} <= {*takes}:
         raise RuntimeProgramError(

@@ -19,6 +19,7 @@ from ..data.fields import Length, from_data, kept
 from ..data.schema import MOST_RANKS, MOST_TEXT, SchemaError, integer, is_identifier, optional, record, where
 from ..data.whole_files import current
 from ..errors import RuntimeProgramError
+from ..update.averaging import Averaging
 from ..update.update_rule import UpdateRule
 from .batches import BatchInput, module_of
 from .factories import NamedFactory, NamedRule
@@ -63,6 +64,7 @@ class EntryFiles:
     )
     training: bool = field(default=False, metadata=SPARSE)
     update: NamedRule | None = field(default=None, metadata=SPARSE)
+    averaging: Averaging | None = field(default=None, metadata=SPARSE)
 
 
 @dataclass(frozen=True)

@@ -228,7 +228,7 @@ def load(
         buckets=of_entry(FIRST),
         pad=manifest.pad_values,
         entries={
-            name: EntryModules(of_entry(name), files.pad_values, rules[name])
+            name: EntryModules(of_entry(name), files.pad_values, rules[name], files.averaging)
             for name, files in manifest.entries.items()
         },
         options=options,

@@ -15,6 +15,7 @@ from ..errors import RuntimeProgramError
 from ..program.layout import local_shape
 from ..program.shapes import PadValues
 from ..program.tables import Modules
+from ..update.averaging import Averages, Averaging
 from ..update.clipping import counts
 from ..update.update import Updater
 from ..update.update_rule import UpdateRule, check_sharded
@@ -28,12 +29,13 @@ FIRST = ""
 
 @dataclass(frozen=True)
 class EntryModules:
-    """The modules of an entry: pipeline.py and stages of every shape of its batches, what inputs are padded with, and how
-    parameters follow from gradients."""
+    """The modules of an entry: pipeline.py and stages of every shape of its batches, what inputs are padded with, how
+    parameters follow from gradients, and which of them it averages."""
 
     forms: Sequence[tuple[Any, Modules]]
     pad: PadValues = field(default_factory=dict)
     update: UpdateRule | None = None
+    averaging: Averaging | None = None
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,16 @@ class EntryForms:
     """The forms of an entry, and what updates the parameters that it trains. pending: gradients that wait for an update. Raises
     RuntimeProgramError where its forms train others."""
 
-    def __init__(self, forms: Sequence[Form], pad: PadValues, rule: UpdateRule, comm: Comm) -> None:
-        """comm: of all ranks."""
+    def __init__(
+        self,
+        forms: Sequence[Form],
+        pad: PadValues,
+        rule: UpdateRule,
+        comm: Comm,
+        averaging: Averaging | None = None,
+        first: Form | None = None,
+    ) -> None:
+        """comm: of all ranks. averaging, first: of an entry that averages parameters of the session's first form."""
         self.forms, self._pad, self._comm = tuple(forms), pad, comm
         self.training = forms[0].pipeline.training
         self.stages = forms[0].stages
@@ -63,6 +73,17 @@ class EntryForms:
                     raise RuntimeProgramError(
                         f"stage {index}: not every form makes a gradient of {', '.join(other)}; emit it again"
                     )
+        self.trained: frozenset[str] = frozenset()
+        self.averages: Averages | None = None
+        self.averaging = averaging
+        if averaging is not None and first is not None:
+            pairs = {
+                id(stage.rt.params[name]): (stage.rt.params[name], first.stages[index].rt.params[name])
+                for index, stage in self.stages.items()
+                for name in averaging.names
+                if name in stage.rt.params
+            }
+            self.averages = Averages(averaging.decay, tuple(pairs.values()))
         self.opt_params = {n: p for stage in self.stages.values() for n, p in stage.opt_params.items()}
         self.updater = self._updater(rule, comm)
         for one in self.updater.optimizers:
@@ -87,6 +108,11 @@ class EntryForms:
             agree_on_form(self._comm, place, step)
         return Taken(self.forms[place], place, inputs, taking.rows[place])
 
+    def follow(self, names: frozenset[str]) -> None:
+        """A step has updated these parameters: they are averaged, if this entry computes with averages of one of them."""
+        if self.averages is not None and self.averaging is not None and names & {*self.averaging.names}:
+            self.averages.update()
+
     def _updater(self, rule: UpdateRule, comm: Comm) -> Updater:
         """The updater of this rank's parameters; one of no parameters where the entry does not train."""
         if not self.training:
@@ -94,6 +120,7 @@ class EntryForms:
         pipeline = self.forms[0].pipeline
         rows = [row for stage in pipeline.stages for row in pipeline.optimized(stage)]
         every = {row.name: (len(row.shape), row.dtype) for row in rows}
+        self.trained = frozenset(every)
         counted = {
             name
             for stage in self.stages.values()

@@ -112,11 +112,13 @@ class Session(State):
         self.entries: dict[str, EntryForms] = {}
         own_modules = EntryModules(((pipeline, stages), *buckets), pad or {}, rule)
         for name, modules in {FIRST: own_modules, **entries}.items():
-            begun, of_entry = len(forms), as_rule(modules.update)
+            begun, of_entry, averaging = len(forms), as_rule(modules.update), modules.averaging
+            apart = frozenset(averaging.names if averaging is not None else ())
             for of_shape in modules.forms:
                 own = Pipeline(*of_shape, dtype, compiler) if forms else self.pipeline
-                forms.append(Form(own, comm, seed, bucket_bytes, of_entry.compensated, tiers, self.guards, forms))
-            self.entries[name] = EntryForms(forms[begun:], modules.pad, of_entry, comm)
+                compensated = of_entry.compensated
+                forms.append(Form(own, comm, seed, bucket_bytes, compensated, tiers, self.guards, forms, apart))
+            self.entries[name] = EntryForms(forms[begun:], modules.pad, of_entry, comm, averaging, forms[0])
         self.forms, self._last = tuple(forms), forms[0]
         self.stages, self.shared = forms[0].stages, forms[0].shared
         several = any(len(entry.forms) > 1 for entry in self.entries.values())
@@ -266,6 +268,8 @@ class Session(State):
                 for wait in [stage.start_regather() for stage in stages.values()]:
                     wait()
                 self.shared.spread_parameters()
+        for one in self.entries.values() if not updater.not_finite else ():
+            one.follow(self.entries[entry].trained)
         if updater.not_finite:
             for stage in form.stages.values():
                 stage.rt.grads.unsent.forget()

@@ -27,7 +27,8 @@ from .stage import Stage
 
 class Form:
     """A pipeline on one rank. earlier: forms whose tensors this one uses, the first of which has the parameters and the
-    communicators. Buffers that hold constants have names that say what they hold, so equal ones are one."""
+    communicators; apart: parameters of which it has tensors of its own, averages. Buffers that hold constants have names that
+    say what they hold, so equal ones are one."""
 
     def __init__(
         self,
@@ -39,8 +40,9 @@ class Form:
         tiers: Tiers,
         guards: Guards,
         earlier: Sequence[Form] = (),
+        apart: frozenset[str] = frozenset(),
     ) -> None:
-        self.pipeline = pipeline
+        self.pipeline, self.apart = pipeline, apart
         first = earlier[0] if earlier else None
         if first is not None:
             _check_alike(pipeline, first.pipeline)
@@ -57,8 +59,14 @@ class Form:
             owner = first.stages[index] if first is not None else None
             if owner is not None:
                 _check_stored_alike(tables, owner.tables, own, owner.comm)
-            held = {info.name: value for form in earlier for info, value in form.stages[index].stored()}
-            held = held if earlier else self._held(index)
+            held = {
+                info.name: value
+                for form in earlier
+                for info, value in form.stages[index].stored()
+                if (info.name in form.apart) == (info.name in apart)
+            }
+            own_held = self._held(index)
+            held = {n: v for n, v in own_held.items() if n in apart} | held if earlier else own_held
             self.stages[index] = Stage(
                 pipeline, tables, own, seed, bucket_bytes, held, compensated, tiers, guards, owner
             )

@@ -27,6 +27,9 @@ from .shared import Shared
 from .stage import Stage
 from .unsent_state import prepare_unsent, unsent_entries
 
+AVERAGES = ("average@", "averaged@")
+"""The beginnings of names of averages, which a checkpoint may be without."""
+
 
 class State:
     """The part of a session that gives and takes state."""
@@ -64,7 +67,8 @@ class State:
 
         self.prepare_optimizer_state({name: _signature(value) for name, value in state.items()})
         entries = self.state_entries()
-        missing = [name for name in entries if name not in state and name.partition("@")[0] != SKIPPED]
+        optional = (SKIPPED, *AVERAGES)
+        missing = [name for name in entries if name not in state and not name.startswith(optional)]
         if missing:
             raise CheckpointError(f"the state has no {', '.join(missing[:5])} ({len(missing)} missing)")
         self.accept({name: unpack(state.get(name, entry.value), entry) for name, entry in entries.items()})
@@ -94,6 +98,7 @@ class State:
                     extra[f"{_prefix(entry)}{name}.{key}"] = StateEntry(value, shape, spec, stage.comm)
             extra |= {_of(entry, n): StateEntry(text, (), (), self.comm) for n, text in one.updater.dump().items()}
         extra |= {name: one for stage in self.stages.values() for name, one in unsent_entries(stage).items()}
+        extra |= dict(self._averages())
         clash = entries.keys() & extra.keys()
         if clash:
             raise CheckpointError(f"parameter names {sorted(clash)} are reserved in checkpoints; rename them")
@@ -106,6 +111,8 @@ class State:
             prepare_unsent(stage, available)
         for entry, one in self.entries.items():
             self._prepare_optimizer_state(entry, one, available)
+            if one.averages is not None and _of(entry, "averaged") not in available:
+                one.averages.steps.zero_()
 
     def _prepare_optimizer_state(
         self, entry: str, one: EntryForms, available: Mapping[str, tuple[tuple[int, ...], torch.dtype] | None]
@@ -163,6 +170,9 @@ class State:
             for name, unsent in unsent_entries(stage).items():
                 if local[name].data_ptr() != unsent.value.data_ptr():
                     unsent.value.copy_(local[name])
+        for name, average in self._averages():
+            if local[name].data_ptr() != average.value.data_ptr():
+                average.value.copy_(local[name])
         if self.parts is not None:
             self.parts.park()
         for one in self.entries.values():
@@ -170,6 +180,23 @@ class State:
                 stage.refresh_optimizer_shards()
         self.shared.spread_parameters()
         self.shared.spread_buffers(every=True)
+        for one in self.entries.values():
+            if one.averages is not None:
+                one.forms[0].shared.spread_parameters()
+                one.averages.begin()
+
+    def _averages(self) -> Iterator[tuple[str, StateEntry]]:
+        """The averages that entries compute with, and how many steps are in them."""
+        for entry, one in self.entries.items():
+            if one.averages is None or one.averaging is None:
+                continue
+            yield _of(entry, "averaged"), StateEntry(one.averages.steps, (), (), self.comm)
+            for stage in one.stages.values():
+                for name in one.averaging.names:
+                    info = stage.tables.parameters.get(name)
+                    if info is not None and one.forms[0].pipeline.owns(stage.index, name):
+                        average = StateEntry(stage.rt.params[name], info.shape, info.spec, stage.comm)
+                        yield f"{_of(entry, 'average')}.{name}", average
 
     def names(self) -> set[str]:
         """Parameters and buffers of this rank's checkpoint entries."""

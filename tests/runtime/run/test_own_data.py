@@ -149,7 +149,9 @@ def test_a_data_function_is_given_the_arguments_that_it_has(tmp_path):
     assert Source("def f(*, epoch): return [10 * epoch, 10 * epoch + 1]", tmp_path).some(3, 1) == [1, 10, 11]
     own = DataShard.whole(4)
     assert Source("def f(shard, start=0): return [shard.count + start]", tmp_path).some(2, 3, own) == [7, 8]
-    with pytest.raises(RuntimeProgramError, match="called without arguments, or with those of shard, start, epoch"):
+    with pytest.raises(
+        RuntimeProgramError, match=r"called without arguments: missing .*given those of shard, start, epoch"
+    ):
         Source("def f(path): return []", tmp_path)
     with pytest.raises(RuntimeProgramError, match="takes start and epoch"):
         Source("def f(start, epoch): return []", tmp_path)
