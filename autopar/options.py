@@ -10,6 +10,7 @@ from numbers import Real
 from typing import Annotated, Any, Final, ParamSpec, TypeVar
 
 from torch import nn
+from torch.optim import Optimizer
 
 from autopar.errors import InputError
 from autopar.ir.memory_levers import OFFLOAD_KINDS, PRECISIONS, RECOMPUTE_POLICIES
@@ -264,7 +265,7 @@ class Entry:
     outputs: bool = True
     ema: float | None = None
     train: bool = False
-    optimizer: OptimizerFactory | UpdateRule | None = None
+    optimizer: OptimizerFactory | UpdateRule | Optimizer | None = None
     trains: nn.Module | Iterable[nn.Parameter] | None = None
     buckets: Mapping[str, Mapping[int, Sequence[int]]] | None = None
     pad_values: Mapping[str, float] | None = None

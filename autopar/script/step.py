@@ -72,10 +72,11 @@ class Step:
         return self.entry("evaluate")(*batch, **named)
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self, enabled: bool = True) -> Iterator[None]:
         """A context in which gradients of batches are added up, and nothing is updated; the next batch outside of it is updated
-        with the sum, as in a loop that calls `backward` several times before `optimizer.step()`."""
-        before, self._adding = self._adding, True
+        with the sum, as in a loop that calls `backward` several times before `optimizer.step()`. enabled: False changes
+        nothing."""
+        before, self._adding = self._adding, self._adding or enabled
         try:
             yield
         finally:
@@ -122,6 +123,11 @@ class Step:
         return [one.last_epoch for one in self._session.updater.schedulers]
 
     # ---- state
+
+    @property
+    def rank(self) -> int:
+        """This process's place among the ranks; the first one, 0, is the one to write files."""
+        return self._session.comm.rank
 
     @property
     def steps_done(self) -> int:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from autopar.errors import InputError
-from autopar.integrations.optimizers import factory_of, follow
+from autopar.script.optimizers import factory_of, follow
 
 
 def test_groups_and_what_they_say_are_the_same_for_the_parameters_a_rank_has() -> None:
