@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 class BufferPool:
-    """Flat buffers by (size, dtype), so that a message reuses the memory of an earlier one instead of faulting it in. most: so many
-    are kept for later, those that were given last (None: all)."""
+    """Flat buffers by (size, dtype), so that a message reuses the memory of an earlier one instead of faulting it in. most: so
+    many are kept for later, those that were given last (None: all)."""
 
     def __init__(self, most: int | None = None) -> None:
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
