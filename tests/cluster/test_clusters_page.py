@@ -11,9 +11,7 @@ import pytest
 from autopar import ClusterSpec
 from tests.test_house import ROOT
 
-FILES = dict(
-    re.findall(r"```yaml\n# (\S+\.yaml).*\n((?:.*\n)*?)```", (ROOT / "docs" / "clusters.md").read_text())
-)
+FILES = dict(re.findall(r"```yaml\n# (\S+\.yaml).*\n((?:.*\n)*?)```", (ROOT / "docs" / "clusters.md").read_text()))
 DEVICES = {
     "dgx.yaml": ["h100"] * 32,
     "a100-pcie.yaml": ["a100"] * 8,
