@@ -12,10 +12,13 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
+import autopar
+from tests.measure import measure_turns
 from tests.test_house import ROOT
 from tests.warm import python, torchrun
 
@@ -29,6 +32,16 @@ NEEDS = {"trainer": "transformers", "lightning": "lightning"}
 AFTER = {"trainer": ["--batch=4"]}
 """Arguments of two ranks: what is said per rank has half as many rows."""
 SHORT = {"gpt": ["--steps=6"], "gan": ["--steps=20"], "image": ["--epochs=2"]}
+
+
+def script(name: str) -> ModuleType:
+    """A module beside the scripts."""
+    spec = importlib.util.spec_from_file_location(f"port_{name}", SCRIPTS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def differences(name: str) -> list[str]:
@@ -82,7 +95,7 @@ def after(name: str, folder: Path, *arguments: str, ranks: int = 2) -> list[str]
 
 def assert_equal(ours: list[str], theirs: list[str], tolerance: float) -> None:
     """Whether two scripts print the same words, and numbers that differ by no more than the tolerance."""
-    ours, theirs = ([line for line in lines if not line.startswith("{")] for lines in (ours, theirs))  # a Trainer's, with seconds
+    ours, theirs = ([line for line in lines if not line.startswith("{")] for lines in (ours, theirs))  # has seconds
     numbers = [[float(n) for n in NUMBER.findall("\n".join(lines))] for lines in (ours, theirs)]
     words = [NUMBER.sub("", "\n".join(lines)) for lines in (ours, theirs)]
     assert words[0] == words[1]
@@ -112,10 +125,26 @@ def test_it_prints_the_same_on_any_number_of_ranks(name: str, folder: Path) -> N
 
 
 @pytest.mark.slow
+def test_nano_gpt_evaluates_in_the_memory_that_training_takes() -> None:
+    """Weights are there once: training and evaluation together take no more than the larger of them."""
+    model = script("gpt").GPT(48, 32).double()
+    ids = torch.randint(0, 48, (8, 32))
+    options, entries = autopar.Options(strategy="zero3"), {"evaluate": autopar.Entry(loss_fn=None)}
+    program = autopar.compile(
+        model, autopar.ClusterSpec.local(2), (ids, ids), optimizer=torch.optim.AdamW, options=options, entries=entries
+    )
+    turns = [("", (ids, ids)), ("evaluate", (ids, ids))]
+    together, (trained,) = measure_turns(program, turns), measure_turns(program, turns[:1])
+    (evaluated,) = measure_turns(program, turns[1:])
+    for rank, peaks in enumerate(zip(*together, strict=True)):
+        assert max(peaks) <= 1.01 * max(trained[rank], evaluated[rank])
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_nano_gpt_goes_on_where_it_was_saved(folder: Path) -> None:
-    for script in (before, after):
-        script("gpt", folder, "--float64", "--steps=5")
+    for run in (before, after):
+        run("gpt", folder, "--float64", "--steps=5")
     arguments = ["--float64", "--steps=10", "--resume"]
     theirs = before("gpt", folder, *arguments)
     assert theirs[0].startswith("step 5:")

@@ -98,7 +98,7 @@ def parallelize(
         described,
         example_inputs,
         loss_fn=loss_fn,
-        optimizer=factories.get(FIRST, optimizer),
+        optimizer=factories[FIRST] if isinstance(optimizer, torch.optim.Optimizer) else optimizer,
         scheduler=scheduler,
         clip_grad_norm=clip_grad_norm,
         clip_grad_value=clip_grad_value,

@@ -93,3 +93,12 @@ def test_a_tensor_of_several_modules_has_the_name_of_the_first_one() -> None:
     made = factory_of(given, Held(own, {"both": other}))
     shards = {name: nn.Parameter(torch.zeros(4)) for name in ("weight", "bias", "both.0.weight")}
     assert {id(p) for p in made(list(shards.items())).param_groups[0]["params"]} == {*map(id, shards.values())}
+
+
+def test_a_shared_parameter_is_found_by_whichever_of_its_names_a_program_has() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    for name in ("0.weight", "1.weight"):
+        given, shard = torch.optim.SGD(model.parameters(), lr=1.0), nn.Parameter(torch.zeros(4))
+        for one in (factory_of(given, model), taking_over(given, model)):
+            assert one([(name, shard)]).param_groups[0]["params"] == [shard]
