@@ -67,13 +67,7 @@ _STEP_HOOKS = (
 """Hooks between steps that may look at the weights."""
 _TOLD = itertools.count()
 """Broadcasts of this process, which every rank does in the same order."""
-_PRECISIONS: Mapping[str, Any] = {
-    "bf16-mixed": "bf16",
-    "32-true": None,
-    "64-true": None,
-    "bf16-true": None,
-    "16-true": None,
-}
+_PRECISIONS: Mapping[str, Any] = {"bf16-mixed": "bf16", "32-true": None, "64-true": None, "bf16-true": None}
 
 
 class LoggingStep(nn.Module):

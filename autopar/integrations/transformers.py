@@ -181,6 +181,7 @@ class ParallelTrainer(_Base):
 
     def _make_step(self, train_dataloader: Any) -> None:
         """Capture the trainer's step, and its prediction step where there are data for it, and have them planned and loaded."""
+        self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)  # autocast, where it was evaluated before
         loss_only = self.compute_metrics is None or self.args.prediction_loss_only
         self._objective = Objective(self, super().training_step, super().prediction_step, loss_only)
         example, buckets = self._example(train_dataloader, self._train_batch_size)

@@ -11,7 +11,7 @@ from tests.integrations.compared import differences, started, told
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 SCRIPT = "trainer_script.py"
-CASES = ("bert", "gpt2", "smoothing", "early")
+CASES = ("bert", "gpt2", "smoothing", "early", "own")
 ADAPTERS = ("llama_lora",)
 
 
@@ -35,9 +35,10 @@ def test_losses_metrics_and_weights_are_those_of_one_device(original: Path, tmp_
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_run_goes_on_inside_an_epoch_on_the_data_and_state_where_it_stopped(original: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("later", [1, 2])
+def test_a_run_goes_on_inside_an_epoch_where_it_stopped(original: Path, tmp_path: Path, later: int) -> None:
     started(SCRIPT, "autopar", 2, tmp_path, ["bert@3"])
-    started(SCRIPT, "autopar", 2, tmp_path, ["bert@checkpoint-3"])
+    started(SCRIPT, "autopar", later, tmp_path, ["bert@checkpoint-3"])
     again, whole = told(tmp_path, "bert@checkpoint-3"), told(original, "bert")
     assert differences(again["sums"], whole["sums"], 1e-9) == []
     assert differences(again["metrics"], whole["metrics"], 1e-9) == []

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 LENGTH, VOCABULARY = 12, 64
 
@@ -154,6 +154,19 @@ CASES: dict[str, dict[str, Any]] = {
         "args": {"eval_strategy": "epoch", "save_strategy": "epoch"},
         "loss": exact_loss,
     },
+    "own": {
+        "model": bert,
+        "labels": "class",
+        "rows": 32,
+        "args": {
+            "max_steps": 6,
+            "eval_strategy": "steps",
+            "eval_steps": 4,
+            "accelerator_config": {"dispatch_batches": False},
+        },
+        "metrics": accuracy,
+        "looks": True,
+    },
     "early": {
         "model": bert,
         "labels": "class",
@@ -171,6 +184,47 @@ CASES: dict[str, dict[str, Any]] = {
         "callbacks": lambda: [transformers.EarlyStoppingCallback(early_stopping_patience=2)],
     },
 }
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    """Rows without a length."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return (self.rows[i] for i in range(len(self.rows)))
+
+
+class Looking(transformers.TrainerCallback):
+    """Notes the sum of the weights after every update."""
+
+    def __init__(self) -> None:
+        self.sums: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:
+        self.sums.append(sum(float(p.detach().square().sum()) for p in model.parameters()))
+
+
+def own_trainer(base: Any) -> Any:
+    """A trainer of the script's own, whose loss is another one than the model's."""
+
+    class OwnTrainer(base):  # type: ignore[misc]
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            labels = inputs["labels"]
+            outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+            weights = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+            loss = torch.nn.functional.cross_entropy(outputs.logits, labels, weight=weights, label_smoothing=0.1)
+            return (loss, outputs) if return_outputs else loss
+
+    return OwnTrainer
+
+
+def own_optimizer(model: Any) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
 
 
 class StopAt(transformers.TrainerCallback):
@@ -214,14 +268,19 @@ def run(kind: str, folder: Path, case: str) -> None:
         from autopar.integrations.transformers import Trainer
     else:
         from transformers import Trainer
-    trainer = Trainer(
-        model=given["model"](),
+    model, own = given["model"](), given.get("looks", False)
+    looking = [Looking()] if own else []
+    trainer = (own_trainer(Trainer) if own else Trainer)(
+        model=model,
         args=args,
-        train_dataset=Rows(given["rows"], given["labels"], 1),
+        train_dataset=Stream(Rows(given["rows"], given["labels"], 1))
+        if own
+        else Rows(given["rows"], given["labels"], 1),
+        optimizers=own_optimizer(model) if own else (None, None),
         eval_dataset=Rows(13, given["labels"], 2),
         compute_metrics=given.get("metrics"),
         compute_loss_func=given.get("loss"),
-        callbacks=callbacks,
+        callbacks=[*callbacks, *looking],
     )
     checkpoint = str(folder / f"{name}-run" / mark) if mark and not mark.isdigit() else None
     counted = evaluations() if kind == "autopar" else []
@@ -239,6 +298,7 @@ def run(kind: str, folder: Path, case: str) -> None:
             "predicted": predicted,
         }
         told |= {"sums": sums, "steps": trainer.state.global_step, "best": trainer.state.best_metric}
+        told["seen"] = [one.sums for one in looking]
         (folder / f"{case}.json").write_text(json.dumps(told))
 
 

@@ -91,7 +91,7 @@ def rounded(program: autopar.Program, model: nn.Module, batch: Any, steps: int, 
             for name, parameter in kept.items():
                 used[name].copy_(parameter)
         model.zero_grad()
-        loss = loss_of(model, inputs, None if program.request.loss_fn is None else loss_fn, program.request.targets)
+        loss, _ = loss_of(model, inputs, None if program.request.loss_fn is None else loss_fn, program.request.targets)
         loss.backward()
         for name, parameter in used.items():
             kept[name].grad = None if parameter.grad is None else parameter.grad.float()
