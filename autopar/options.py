@@ -259,11 +259,12 @@ class Entry:
     of the model, such as a teacher, or one around some layers of the model: parameters and buffers that both have are one, and
     those that it alone has are called "entry name.own name". outputs: False for the loss alone, where nobody reads what the
     model returns. ema: evaluate with averages of the trained parameters of this decay, updated after every step that trains one
-    of them, as AveragedModel and get_ema_multi_avg_fn of torch.optim.swa_utils have it; buffers are the model's. optimizer: of
-    a training step, as of `compile`, or an autopar.UpdateRule; it has the parameters that the step trains, and state of its
-    own. trains: these, as a module or as parameters, whatever their requires_grad says outside of the step (None: those that
-    require a gradient). buckets, pad_values: other shapes of its batches, as of `compile`. options: of its own (None: the
-    program's); meshes, stages and how parameters are stored are the program's in any case.
+    of them, as AveragedModel and get_ema_multi_avg_fn of torch.optim.swa_utils have it; buffers are the model's. optimizer:
+    of a training step, as of `compile`, or an autopar.UpdateRule; it has the parameters that the step trains, and state of
+    its own; `parallelize` takes one that is made of these too. trains: them, as a module or as parameters, whatever their
+    requires_grad says outside of the step (None: those that require a gradient). buckets, pad_values: other shapes of its
+    batches, as of `compile`. options: of its own (None: the program's); meshes, stages and how parameters are stored are the
+    program's in any case.
     """
 
     example_inputs: Any = None

@@ -12,21 +12,36 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
+import autopar
+from tests.measure import measure_turns
 from tests.test_house import ROOT
 from tests.warm import python, torchrun
 
 SCRIPTS, PAGE = ROOT / "examples" / "port", ROOT / "docs" / "port_your_script.md"
 NAMES = sorted(path.name.removesuffix("_before.py") for path in SCRIPTS.glob("*_before.py"))
+ORDER = ("gpt", "trainer", "lightning", "image", "gan", "distill", "dpo", "byol")
+"""The scripts as the page has them."""
 MOST_LINES = 10
 NUMBER = re.compile(r"-?\d+\.\d+(?:e[+-]\d+)?")
 NEEDS = {"trainer": "transformers", "lightning": "lightning"}
 AFTER = {"trainer": ["--batch=4"]}
 """Arguments of two ranks: what is said per rank has half as many rows."""
 SHORT = {"gpt": ["--steps=6"], "gan": ["--steps=20"], "image": ["--epochs=2"]}
+
+
+def script(name: str) -> ModuleType:
+    """A module beside the scripts."""
+    spec = importlib.util.spec_from_file_location(f"port_{name}", SCRIPTS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def differences(name: str) -> list[str]:
@@ -39,6 +54,10 @@ def differences(name: str) -> list[str]:
 def test_no_more_than_ten_lines_are_others(name: str) -> None:
     added = [line for line in differences(name) if line.startswith("+")]
     assert 0 < len(added) <= MOST_LINES
+
+
+def test_the_page_has_all_scripts() -> None:
+    assert sorted(ORDER) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -76,6 +95,7 @@ def after(name: str, folder: Path, *arguments: str, ranks: int = 2) -> list[str]
 
 def assert_equal(ours: list[str], theirs: list[str], tolerance: float) -> None:
     """Whether two scripts print the same words, and numbers that differ by no more than the tolerance."""
+    ours, theirs = ([line for line in lines if not line.startswith("{")] for lines in (ours, theirs))  # has seconds
     numbers = [[float(n) for n in NUMBER.findall("\n".join(lines))] for lines in (ours, theirs)]
     words = [NUMBER.sub("", "\n".join(lines)) for lines in (ours, theirs)]
     assert words[0] == words[1]
@@ -98,14 +118,33 @@ def test_it_prints_the_same_on_any_number_of_ranks(name: str, folder: Path) -> N
     theirs = before(name, folder, "--float64", *SHORT.get(name, []))
     for ranks in (2, 1):
         assert_equal(after(name, folder, "--float64", *SHORT.get(name, []), ranks=ranks), theirs, 1e-9)
-    assert_equal(after(name, folder), before(name, folder), 1.01e-4)
+    printed = before(name, folder)
+    assert_equal(after(name, folder), printed, 1.01e-4)
+    shown = re.findall(r"```text\n(.*?)```", PAGE.read_text(), re.DOTALL)[ORDER.index(name)]
+    assert NUMBER.sub("", shown) in NUMBER.sub("", "".join(f"{line}\n" for line in printed))
+
+
+@pytest.mark.slow
+def test_nano_gpt_evaluates_in_the_memory_that_training_takes() -> None:
+    """Weights are there once: training and evaluation together take no more than the larger of them."""
+    model = script("gpt").GPT(48, 32).double()
+    ids = torch.randint(0, 48, (8, 32))
+    options, entries = autopar.Options(strategy="zero3"), {"evaluate": autopar.Entry(loss_fn=None)}
+    program = autopar.compile(
+        model, autopar.ClusterSpec.local(2), (ids, ids), optimizer=torch.optim.AdamW, options=options, entries=entries
+    )
+    turns = [("", (ids, ids)), ("evaluate", (ids, ids))]
+    together, (trained,) = measure_turns(program, turns), measure_turns(program, turns[:1])
+    (evaluated,) = measure_turns(program, turns[1:])
+    for rank, peaks in enumerate(zip(*together, strict=True)):
+        assert max(peaks) <= 1.01 * max(trained[rank], evaluated[rank])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_nano_gpt_goes_on_where_it_was_saved(folder: Path) -> None:
-    for script in (before, after):
-        script("gpt", folder, "--float64", "--steps=5")
+    for run in (before, after):
+        run("gpt", folder, "--float64", "--steps=5")
     arguments = ["--float64", "--steps=10", "--resume"]
     theirs = before("gpt", folder, *arguments)
     assert theirs[0].startswith("step 5:")

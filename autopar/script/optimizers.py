@@ -43,7 +43,8 @@ def factory_of(optimizer: torch.optim.Optimizer, model: nn.Module | Held) -> Cal
         for names, group in zip(_members(optimizer, model), optimizer.param_groups, strict=True)
     ]
     again = type(optimizer)
-    _check_alike(optimizer, regrouped(list(_tensors(model).items()), again, groups))
+    each = {id(tensor): (name, tensor) for name, tensor in _tensors(model).items()}
+    _check_alike(optimizer, regrouped(list(each.values()), again, groups))
     return functools.partial(regrouped, kind=again, groups=groups)
 
 
@@ -71,17 +72,17 @@ def _tensors(model: nn.Module | Held) -> dict[str, Tensor]:
 
 
 def _members(optimizer: torch.optim.Optimizer, model: nn.Module | Held) -> list[tuple[str, ...]]:
-    """The program's names of the parameters of every group."""
-    names: dict[int, str] = {}
+    """The program's names of the parameters of every group; of one that is shared all, as a program has it by one of them."""
+    names: dict[int, list[str]] = {}
     for name, tensor in _tensors(model).items():
-        names.setdefault(id(tensor), name)
+        names.setdefault(id(tensor), []).append(name)
     for index, group in enumerate(optimizer.param_groups):
         if foreign := [tuple(p.shape) for p in group["params"] if id(p) not in names]:
             raise InputError(
                 f"group {index} of this {type(optimizer).__name__} has a parameter of shape {foreign[0]} that is none of the "
                 "model's; make the optimizer of the parameters of the model that is trained, after it has its last form"
             )
-    return [tuple(names[id(p)] for p in group["params"]) for group in optimizer.param_groups]
+    return [tuple(name for p in group["params"] for name in names[id(p)]) for group in optimizer.param_groups]
 
 
 def regrouped(

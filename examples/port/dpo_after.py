@@ -38,7 +38,7 @@ class LogProbs(nn.Module):
 
 def dpo_loss(logps, reference_logps):
     margins = (logps - reference_logps)[:, 0] - (logps - reference_logps)[:, 1]
-    return -F.logsigmoid(beta * margins).mean(), (margins > 0).to(margins.dtype).mean()
+    return -F.logsigmoid(beta * margins).mean(), margins.mean()
 
 
 def batch():
@@ -58,5 +58,5 @@ step = autopar.parallelize(policy, "here", example, loss_fn=dpo_loss, optimizer=
 
 for i, (ids, mask) in enumerate(data):
     _, reference_logps = step.entry("reference")(ids, mask)
-    loss, accuracy = step(ids, mask, reference_logps)
-    print(f"step {i}: loss {loss.item():.{digits}f} accuracy {accuracy.item():.4f}")
+    loss, margin = step(ids, mask, reference_logps)
+    print(f"step {i}: loss {loss.item():.{digits}f} margin {margin.item():.{digits}f}")

@@ -37,7 +37,7 @@ class LogProbs(nn.Module):
 
 def dpo_loss(logps, reference_logps):
     margins = (logps - reference_logps)[:, 0] - (logps - reference_logps)[:, 1]
-    return -F.logsigmoid(beta * margins).mean(), (margins > 0).to(margins.dtype).mean()
+    return -F.logsigmoid(beta * margins).mean(), margins.mean()
 
 
 def batch():
@@ -55,8 +55,8 @@ data = [batch() for _ in range(args.steps)]
 for i, (ids, mask) in enumerate(data):
     with torch.no_grad():
         reference_logps = reference(ids, mask)
-    loss, accuracy = dpo_loss(policy(ids, mask), reference_logps)
+    loss, margin = dpo_loss(policy(ids, mask), reference_logps)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    print(f"step {i}: loss {loss.item():.{digits}f} accuracy {accuracy.item():.4f}")
+    print(f"step {i}: loss {loss.item():.{digits}f} margin {margin.item():.{digits}f}")

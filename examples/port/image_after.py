@@ -5,7 +5,6 @@ import os
 
 import torch
 import torch.nn as nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 import autopar
@@ -44,17 +43,17 @@ model = ResNet(classes=4)
 criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4, nesterov=True)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.epochs * len(train_loader))
-ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-example, loss_fn = train_loader.dataset[:16], lambda out, y: (criterion(out, y), out)
-step = autopar.parallelize(model, "here", example, loss_fn=loss_fn, optimizer=optimizer)
+x, y = train_loader.dataset[:16]
+average = autopar.Entry((x,), loss_fn=None, ema=0.9, buckets={"0": {0: (16, 8)}})
+loss_fn, entries = lambda out, y: (criterion(out, y), out), {"evaluate": average}
+step = autopar.parallelize(model, "here", (x, y), loss_fn=loss_fn, optimizer=optimizer, entries=entries)
 
 
 @torch.no_grad()
 def evaluate():
-    ema.eval()
     loss_sum = correct = total = 0
     for x, y in val_loader:
-        out = ema(x)
+        _, out = step.evaluate(x)
         loss_sum += criterion(out, y).item() * len(y)
         correct += (out.argmax(1) == y.to(out.device)).sum().item()
         total += len(y)
@@ -68,8 +67,6 @@ for epoch in range(args.epochs):
         x = augment(x)
         loss, out = step(x, y)
         scheduler.step()
-        model.load_state_dict(step.state_dict())
-        ema.update_parameters(model)
         loss_sum += loss.item() * len(y)
         correct += (out.argmax(1) == y.to(out.device)).sum().item()
         total += len(y)
@@ -77,5 +74,4 @@ for epoch in range(args.epochs):
     print(f"epoch {epoch}: lr {scheduler.get_last_lr()[0]:.4e}", end=", ")
     print(f"train loss {loss_sum / total:.{digits}f} accuracy {correct / total:.4f}", end=", ")
     print(f"average's val loss {val_loss:.{digits}f} accuracy {val_accuracy:.4f}")
-if step.rank == 0:
-    torch.save(ema.module.state_dict(), os.path.join(args.out, "average.pt"))
+step.save(os.path.join(args.out, "last"))

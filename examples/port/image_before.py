@@ -77,4 +77,5 @@ for epoch in range(args.epochs):
     print(f"epoch {epoch}: lr {scheduler.get_last_lr()[0]:.4e}", end=", ")
     print(f"train loss {loss_sum / total:.{digits}f} accuracy {correct / total:.4f}", end=", ")
     print(f"average's val loss {val_loss:.{digits}f} accuracy {val_accuracy:.4f}")
-torch.save(ema.module.state_dict(), os.path.join(args.out, "average.pt"))
+state = {"model": model.state_dict(), "average": ema.state_dict(), "optimizer": optimizer.state_dict()}
+torch.save(state, os.path.join(args.out, "last.pt"))
