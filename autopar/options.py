@@ -10,10 +10,12 @@ from numbers import Real
 from typing import Annotated, Any, Final, ParamSpec, TypeVar
 
 from torch import nn
+from torch.optim import Optimizer
 
 from autopar.errors import InputError
 from autopar.ir.memory_levers import OFFLOAD_KINDS, PRECISIONS, RECOMPUTE_POLICIES
 from autopar.ir.mesh import AxisSize, Mesh
+from autopar.runtime.comm.mesh import Shares
 from autopar.runtime.data.fields import Identifier, check
 from autopar.runtime.data.schema import (
     Schema,
@@ -119,7 +121,8 @@ class Options(RunOptions):
     schedule: of the pipeline, a name of autopar.passes.schedule ("1f1b", "zb-h1", …) or "auto": the fastest that fits.
     chunks: stages per group of ranks (interleaved schedules). None: searched.
     stage_boundaries: module paths at which a stage starts, such as ["layers.8", "layers.16"].
-    mesh: force axis names and sizes, for example {"dp": 2, "tp": 2}; their product must be the number of ranks.
+    mesh: force axis names and sizes, for example {"dp": 2, "tp": 2}; their product must be the number of ranks. A size may be
+        lists of units that ranks along the axis hold, {"dp": [[3, 2, 1]]} (`Shares`).
     strategy: "auto" (solver), or a baseline: "dp" (parameters whole), "zero1" (optimizer state sharded), "zero2"
         (gradients between microbatches too), "zero3" (parameters too); "megatron": the last mesh axis is tensor-parallel as in
         Megatron-LM (column-parallel, then
@@ -210,6 +213,11 @@ class Options(RunOptions):
             check(self, "Options")
         except SchemaError as error:
             raise InputError(str(error)) from None
+        if self.mesh is not None:
+            sizes = {
+                axis: Shares(*size) if isinstance(size, (list, tuple)) else size for axis, size in self.mesh.items()
+            }
+            object.__setattr__(self, "mesh", sizes)
         if self.rebalance and (self.cuda_graphs or self.compiler == "inductor"):
             raise InputError(
                 "Options.rebalance moves rows between ranks; what cuda_graphs captures and compiler='inductor' compiles is for "
@@ -251,11 +259,12 @@ class Entry:
     of the model, such as a teacher, or one around some layers of the model: parameters and buffers that both have are one, and
     those that it alone has are called "entry name.own name". outputs: False for the loss alone, where nobody reads what the
     model returns. ema: evaluate with averages of the trained parameters of this decay, updated after every step that trains one
-    of them, as AveragedModel and get_ema_multi_avg_fn of torch.optim.swa_utils have it; buffers are the model's. optimizer: of
-    a training step, as of `compile`, or an autopar.UpdateRule; it has the parameters that the step trains, and state of its
-    own. trains: these, as a module or as parameters, whatever their requires_grad says outside of the step (None: those that
-    require a gradient). buckets, pad_values: other shapes of its batches, as of `compile`. options: of its own (None: the
-    program's); meshes, stages and how parameters are stored are the program's in any case.
+    of them, as AveragedModel and get_ema_multi_avg_fn of torch.optim.swa_utils have it; buffers are the model's. optimizer:
+    of a training step, as of `compile`, or an autopar.UpdateRule; it has the parameters that the step trains, and state of
+    its own; `parallelize` takes one that is made of these too. trains: them, as a module or as parameters, whatever their
+    requires_grad says outside of the step (None: those that require a gradient). buckets, pad_values: other shapes of its
+    batches, as of `compile`. options: of its own (None: the program's); meshes, stages and how parameters are stored are the
+    program's in any case.
     """
 
     example_inputs: Any = None
@@ -264,7 +273,7 @@ class Entry:
     outputs: bool = True
     ema: float | None = None
     train: bool = False
-    optimizer: OptimizerFactory | UpdateRule | None = None
+    optimizer: OptimizerFactory | UpdateRule | Optimizer | None = None
     trains: nn.Module | Iterable[nn.Parameter] | None = None
     buckets: Mapping[str, Mapping[int, Sequence[int]]] | None = None
     pad_values: Mapping[str, float] | None = None

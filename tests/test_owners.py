@@ -188,7 +188,9 @@ def test_a_rank_holds_its_share_of_the_state(ranks: int) -> None:
     program = compiled(ranks, "muon", 24, 16, strategy="zero3")
     (stage,) = program.lowered.stages
     matrices = [p for p in stage.parameters.values() if p.optimizer.owner is not None and p.name != "into.weight"]
-    states = [sum(on_rank(p, stage.mesh, rank).state_bytes(program.setting) for p in matrices) for rank in range(ranks)]
+    states = [
+        sum(on_rank(p, stage.mesh, rank=rank).state_bytes(program.setting) for p in matrices) for rank in range(ranks)
+    ]
     one = max(p.type.nbytes for p in matrices)
     assert sum(states) == sum(p.type.nbytes for p in matrices)
     assert max(states) <= max(1.01 * sum(states) / ranks, sum(states) / ranks + one)

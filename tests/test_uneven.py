@@ -100,6 +100,7 @@ def test_shares_are_told_as_data() -> None:
     mesh = {"dp": Shares((2, 1)), "tp": 2}
     assert told_sizes(mesh) == {"dp": ((2, 1),), "tp": 2}
     assert sizes_of(told_sizes(mesh)) == mesh
+    assert autopar.Options(mesh={"dp": [[2, 1]], "tp": 2}).mesh == mesh
     assert box_of((6, 4), (("dp",), ("tp",)), mesh, {"dp": 1, "tp": 1}) == ((4, 6), (2, 4))
 
 

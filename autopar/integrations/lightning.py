@@ -32,7 +32,6 @@ from torch import Tensor, nn
 
 from autopar.capture.examples.trees import check_like, flatten, rebuild
 from autopar.errors import InputError
-from autopar.integrations.optimizers import factory_of, follow
 from autopar.integrations.picked import PickedInSums
 from autopar.integrations.rehearsed import rehearse
 from autopar.integrations.unseen import Unseen
@@ -44,6 +43,7 @@ from autopar.runtime.data.datafile import parse_json
 from autopar.runtime.errors import GuardError
 from autopar.runtime.run.meeting import default_store
 from autopar.runtime.update.update_rule import ClipNorm
+from autopar.script.optimizers import factory_of, follow
 from autopar.script.parallelize import parallelize
 
 BATCHES = "accumulated_batches"

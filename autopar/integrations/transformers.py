@@ -37,13 +37,13 @@ from autopar.errors import InputError
 from autopar.integrations.fresh_model import FreshModel, is_of_trainer
 from autopar.integrations.objective import ITEMS, STEPS, Objective, loss_and_extras
 from autopar.integrations.one_process import as_first_rank, as_one_process
-from autopar.integrations.optimizers import factory_of, follow
 from autopar.integrations.rehearsed import rehearse
 from autopar.integrations.training_arguments import check_arguments
 from autopar.integrations.watched import Watched
 from autopar.options import Entry, Options
 from autopar.runtime.errors import GuardError
 from autopar.runtime.update.update_rule import ClipNorm
+from autopar.script.optimizers import factory_of, follow
 from autopar.script.parallelize import parallelize
 
 CHECKPOINT = "autopar"

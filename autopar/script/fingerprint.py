@@ -71,7 +71,7 @@ class Asked:
 def fingerprint(request: Request) -> Asked:
     """The hashes of a request, and of what is the same for every one."""
     one = _Reader(_by_shape(request), request.options.branches == "as-example")
-    values = {part.name: getattr(request, part.name) for part in dataclasses.fields(request)}
+    values = _state(request)
     values["registered ops"] = _registered()
     values["torch's defaults"] = [torch.get_default_dtype(), torch.is_autocast_enabled("cpu")]
     told, unknown = {"versions": versions()}, ""
@@ -98,11 +98,17 @@ def _sources(folder: Path, root: Path) -> Iterator[Path]:
         yield from (path for path in wing.rglob("*") if path.suffix in (".py", ".json", ".j2"))
 
 
+def _state(record: Any) -> dict[str, Any]:
+    """The fields of a record of autopar's. What a request trains is known by names, as identities are of one process."""
+    state = {one.name: getattr(record, one.name) for one in dataclasses.fields(record)}
+    return state | ({"trains": record.trained} if isinstance(record, Request) else {})
+
+
 def _by_shape(request: Request) -> set[int]:
     """The tensors of the model that a state dict has, and those of example inputs, by id."""
     steps = (request, *request.entries.values())
     tensors = [leaf for one in steps for batch in (one.inputs, *one.buckets) for leaf in flatten(batch)[0]]
-    for layer in request.model.modules():
+    for layer in (layer for one in steps for layer in one.model.modules()):
         tensors += layer.parameters(recurse=False)
         tensors += [
             t for name, t in layer.named_buffers(recurse=False) if name not in layer._non_persistent_buffers_set
@@ -228,8 +234,7 @@ class _Reader:
         if type(value) in (list, tuple, dict, set, frozenset, types.MappingProxyType):
             return _hash(type(value).__name__, self._all(value, path))
         if dataclasses.is_dataclass(value) and package_of(type(value)) == OWN:
-            state = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
-            return _hash("record", name_of(type(value)), self._all(state, path))
+            return _hash("record", name_of(type(value)), self._all(_state(value), path))
         if hasattr(value, "__wrapped__"):
             return _hash("wrapped", name_of(type(value)), self._of(value.__wrapped__, path))
         return self._object(value, path)

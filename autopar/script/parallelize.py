@@ -23,21 +23,23 @@ from torch import Tensor, nn
 from autopar.api import request_of
 from autopar.capture.examples.buckets import Sizes
 from autopar.capture.examples.default_device import with_cpu_as_default
+from autopar.capture.examples.held import Held
 from autopar.capture.examples.inputs import LossFunction
 from autopar.cluster import ClusterSpec
 from autopar.cluster.here import HERE
 from autopar.errors import InputError
-from autopar.options import Entry, Options, with_suggestions
+from autopar.options import Entry, Options, checked_entries, with_suggestions
 from autopar.plan import Plan
-from autopar.program import model_tensors
 from autopar.request import as_cluster, checked_options
 from autopar.runtime.data.schema import integer, listed
 from autopar.runtime.errors import RuntimeProgramError
 from autopar.runtime.program.manifest import Manifest
 from autopar.runtime.run.loaded import LoadedProgram, load
+from autopar.runtime.step.entries import FIRST
 from autopar.runtime.step.same_data import checksum, odd_ranks
 from autopar.runtime.update.update_rule import ClipNorm, LossScaling, OptimizerFactory, SchedulerFactory, UpdateRule
 from autopar.script.fingerprint import fingerprint
+from autopar.script.optimizers import factory_of, taking_over
 from autopar.script.step import Step
 from autopar.script.together import Ranks, leave_group_at_end, program_directory
 
@@ -50,7 +52,7 @@ def parallelize(
     example_inputs: Any,
     *,
     loss_fn: LossFunction | None = None,
-    optimizer: OptimizerFactory | UpdateRule | None = None,
+    optimizer: OptimizerFactory | UpdateRule | torch.optim.Optimizer | None = None,
     scheduler: SchedulerFactory | None = None,
     clip_grad_norm: float | ClipNorm | None = None,
     clip_grad_value: float | None = None,
@@ -68,7 +70,8 @@ def parallelize(
 ) -> Step:
     """The training step of a model on the ranks that run this script, all of which call this with the same arguments.
 
-    Arguments are those of `autopar.compile`; factories may be lambdas. cluster: "here", or a description of as many devices as
+    Arguments are those of `autopar.compile`; factories may be lambdas. optimizer: or one over the model's parameters, which
+    has this rank's shards of them in its groups afterwards. cluster: "here", or a description of as many devices as
     there are ranks. The model's weights are the first ones: those of rank 0, where ranks made others. weights: a checkpoint or a
     directory of safetensors instead, which a model on the meta device needs. backend: "nccl" or "gloo", where the usual one is
     not meant. rows: "local", where each rank is given its own rows of every batch alone (`step.shard`). timeout_s: that ranks
@@ -85,12 +88,17 @@ def parallelize(
             f"{'s' if ranks.size > 1 else ''}; start it with torchrun --nproc-per-node {described.size} on one machine (see "
             'torchrun for several), or give cluster="here"'
         )
+    entries = checked_entries(entries)
+    held = Held(model, {name: entry.module for name, entry in entries.items() if entry.module is not None})
+    of_steps = {FIRST: optimizer, **{name: entry.optimizer for name, entry in entries.items()}}
+    made = {name: one for name, one in of_steps.items() if isinstance(one, torch.optim.Optimizer)}
+    factories = {name: factory_of(one, held) for name, one in made.items()}
     request = request_of(
         model,
         described,
         example_inputs,
         loss_fn=loss_fn,
-        optimizer=optimizer,
+        optimizer=factories[FIRST] if isinstance(optimizer, torch.optim.Optimizer) else optimizer,
         scheduler=scheduler,
         clip_grad_norm=clip_grad_norm,
         clip_grad_value=clip_grad_value,
@@ -99,7 +107,7 @@ def parallelize(
         plan=plan,
         buckets=buckets,
         pad_values=pad_values,
-        entries=entries,
+        entries={name: _with_factory(entry, factories.get(name)) for name, entry in entries.items()},
     )
     on_meta = [name for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor) and tensor.is_meta]
     if on_meta and weights is None:
@@ -117,12 +125,21 @@ def parallelize(
         )
     if ranks.met is not None:
         leave_group_at_end()
-    program = load(
-        manifest, backend, weights=weights, rows=rows, timeout_s=timeout_s, met=ranks.met, update=request.update
-    )
+    updates = {FIRST: request.update, **{name: entry.update for name, entry in request.entries.items()}}
+    updates |= {name: replace(updates[name], optimizer=taking_over(one, held)) for name, one in made.items()}
+    program = load(manifest, backend, weights=weights, rows=rows, timeout_s=timeout_s, met=ranks.met, updates=updates)
     if weights is None:
-        _take_weights(program, model)
+        _take_weights(program, request.tensors)
     return Step(program, model, directory)
+
+
+def _with_factory(entry: Entry, factory: OptimizerFactory | None) -> Entry:
+    """An entry with a factory in the place of an optimizer, whose parameters are what it trains where it does not say so."""
+    if factory is None:
+        return entry
+    assert isinstance(entry.optimizer, torch.optim.Optimizer)
+    own = [parameter for group in entry.optimizer.param_groups for parameter in group["params"]]
+    return replace(entry, optimizer=factory, trains=own if entry.trains is None else entry.trains)
 
 
 @contextmanager
@@ -134,9 +151,9 @@ def _same_random_numbers() -> Iterator[None]:
     random.setstate(before)
 
 
-def _take_weights(program: LoadedProgram, model: nn.Module) -> None:
-    """Fill a program from a model in memory; what its forward captured beside parameters and buffers comes with the program."""
-    tensors = {name: tensor.detach() for name, tensor in model_tensors(model).items()}
+def _take_weights(program: LoadedProgram, held: Mapping[str, Tensor]) -> None:
+    """Fill a program from tensors of modules in memory; what their forward captured beside these comes with the program."""
+    tensors = {name: tensor.detach() for name, tensor in held.items()}
     manifest, session = program.manifest, program.session
     own = {name: tensors[name] for name in manifest.state_names if name in tensors}
     _agree(program, own)

@@ -30,6 +30,7 @@ class Step:
         self._state = {name: None if name in held else value for name, value in model.state_dict().items()}
         """The names of the model's state dict in its order, with the values of what the program does not hold."""
         self._adding = False
+        self.training = True
         self._scheduled = self._epochs()
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
@@ -37,8 +38,11 @@ class Step:
         every rank; its loss, a scalar that is part of no graph, or (loss, extras) where loss_fn returns some. A program without
         loss gives its output instead.
 
-        Raises GuardError for a batch of another shape, RankError where ranks do not do the same, RuntimeProgramError.
+        In eval mode it is `evaluate`. Raises GuardError for a batch of another shape, RankError where ranks do not do the same,
+        RuntimeProgramError.
         """
+        if not self.training:
+            return self.evaluate(*batch, **named)
         return self._take(batch, named, self._program.own_rows)
 
     def local(self, *batch: Any, **named: Any) -> Any:
@@ -71,11 +75,21 @@ class Step:
         RuntimeProgramError where parallelize was given no `entries={"evaluate": autopar.Entry()}`."""
         return self.entry("evaluate")(*batch, **named)
 
+    def train(self, mode: bool = True) -> Step:
+        """From now on a call is a training step (mode: False: an evaluation). Gives the step itself, as a module does."""
+        self.training = mode
+        return self
+
+    def eval(self) -> Step:
+        """From now on a call is an evaluation, until `train()`."""
+        return self.train(False)
+
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self, enabled: bool = True) -> Iterator[None]:
         """A context in which gradients of batches are added up, and nothing is updated; the next batch outside of it is updated
-        with the sum, as in a loop that calls `backward` several times before `optimizer.step()`."""
-        before, self._adding = self._adding, True
+        with the sum, as in a loop that calls `backward` several times before `optimizer.step()`. enabled: False changes
+        nothing."""
+        before, self._adding = self._adding, self._adding or enabled
         try:
             yield
         finally:
@@ -122,6 +136,11 @@ class Step:
         return [one.last_epoch for one in self._session.updater.schedulers]
 
     # ---- state
+
+    @property
+    def rank(self) -> int:
+        """This process's place among the ranks; the first one, 0, is the one to write files."""
+        return self._session.comm.rank
 
     @property
     def steps_done(self) -> int:

@@ -152,8 +152,12 @@ def _write(request: Request, directory: Path) -> None:
     contents = compile_request(request).contents
     names = contents.state_names
     weights = {name: w.to("meta") if names[name] else w for name, w in contents.weights.items()}
+    entries = {
+        name: replace(one, update=None if one.update is None else UpdateRule())
+        for name, one in contents.entries.items()
+    }
     update = UpdateRule() if contents.update is not None else None
-    write_directory(replace(contents, weights=weights, update=update), directory)
+    write_directory(replace(contents, weights=weights, update=update, entries=entries), directory)
 
 
 def _told_others(ranks: Ranks, work: Callable[[], Path]) -> Path:

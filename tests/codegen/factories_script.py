@@ -79,7 +79,7 @@ def told(optimizer: Any, scheduler: Any) -> dict[str, Any]:
         named = named_rule(rule)
         assert named is not None
         return {
-            "text": factories_source(rule),
+            "text": factories_source({"": rule}),
             "named": [[one.module, one.name, one.kwargs] for one in named.factories],
         }
     except EmitError as error:

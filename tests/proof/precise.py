@@ -55,7 +55,7 @@ def eager(
         total = torch.zeros((), dtype=torch.float64)
         for piece in microbatches(inputs, parts, program):
             with _autocast(low):
-                loss = loss_of(model, piece, program.request.loss_fn, program.request.targets) / parts
+                loss = loss_of(model, piece, program.request.loss_fn, program.request.targets)[0] / parts
             loss.backward()
             total += loss.detach().double()
         optimizer.step()
@@ -91,7 +91,7 @@ def rounded(program: autopar.Program, model: nn.Module, batch: Any, steps: int, 
             for name, parameter in kept.items():
                 used[name].copy_(parameter)
         model.zero_grad()
-        loss = loss_of(model, inputs, None if program.request.loss_fn is None else loss_fn, program.request.targets)
+        loss, _ = loss_of(model, inputs, None if program.request.loss_fn is None else loss_fn, program.request.targets)
         loss.backward()
         for name, parameter in used.items():
             kept[name].grad = None if parameter.grad is None else parameter.grad.float()

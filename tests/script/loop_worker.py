@@ -86,7 +86,8 @@ def trained(own: autopar.Step) -> Any:
         own.save(HERE / "saved")
     losses.append(own(*batch(7)).item())
     own.load_state_dict(state)
-    again, _ = own.evaluate(*batch(9))
+    again, _ = own.eval()(*batch(9))
+    own.train()
     return losses, state, own.steps_done, str(own.directory), measured.item(), again.item(), logits
 
 

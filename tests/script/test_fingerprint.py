@@ -240,3 +240,15 @@ def test_a_library_is_known_by_its_files_and_autopar_by_its_own(
 def test_the_request_of_a_plan_is_another(tmp_path: Path) -> None:
     own = request(written(tmp_path).Block())
     assert fingerprint(replace(own, targets=0)).key != fingerprint(own).key
+
+
+def test_what_an_entry_trains_counts_by_name_and_the_numbers_of_its_module_do_not() -> None:
+    def key(seed: int, trains: int, width: int = 3) -> str:
+        torch.manual_seed(seed)
+        layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, width), nn.Linear(width, 8)])
+        update = functools.partial(torch.optim.SGD, lr=0.1)
+        entry = autopar.Entry(module=nn.Sequential(*layers), train=True, optimizer=update, trains=layers[trains])
+        return asked(layers[0], entries={"other": entry}).key
+
+    assert key(0, 1) == key(1, 1)
+    assert len({key(0, 1), key(0, 0), key(0, 1, width=5)}) == 3

@@ -175,7 +175,7 @@ def load(
     rebalance: bool = False,
     rows: str = "global",
     met: tuple[dist.Store, int] | None = None,
-    update: UpdateRule | None = None,
+    updates: Mapping[str, UpdateRule] | None = None,
 ) -> LoadedProgram:
     """The program of an emitted directory on this rank, its weights loaded: that for the number of ranks there are.
 
@@ -187,7 +187,8 @@ def load(
     ranks, as Options(rebalance=True) says; rows: "global", where each rank is given all of every batch, or "local", where it
     is given its own rows alone (`LoadedProgram.shard`). An optimizer that is not of torch.optim
     comes from a module that run.py or the calling script imports (manifest.py). met: where this round's workers have met already
-    (`meeting.joined`). update: how parameters follow from gradients, instead of what the manifest names. Raises
+    (`meeting.joined`). updates: how parameters follow from gradients in each step ("": the program's own), instead of what the
+    manifest names. Raises
     RuntimeProgramError, and WrongWorldSize before any process group is made.
     """
     if rows not in ("global", "local"):
@@ -198,8 +199,7 @@ def load(
         manifest = manifest_for(directory, dist.get_world_size(), "the process group has")
     else:
         manifest = manifest_for(directory, started_ranks())
-    rule = manifest.update_rule() if update is None else update
-    rules = {name: manifest.update_rule(name) for name in manifest.entries}
+    rules = {name: manifest.update_rule(name) for name in (FIRST, *manifest.entries)} if updates is None else updates
     store, device = None, None
     if not dist.is_initialized():
         chosen = chosen_backend(backend)
@@ -222,7 +222,7 @@ def load(
     session = Session(
         *with_stages(manifest.directory, manifest.directory, pipeline),
         comm,
-        rule,
+        rules[FIRST],
         seed,
         tier_directory=tier_directory,
         buckets=of_entry(FIRST),

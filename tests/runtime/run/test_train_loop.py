@@ -280,7 +280,10 @@ def test_a_run_goes_on_with_the_seed_that_it_was_started_with(tmp_path, monkeypa
         session = session_of(program, comm)
         session.load_weights(stages.weights())
         own = types.SimpleNamespace(
-            session=session, manifest=shown, resume=lambda step, **how: checkpoint.load(step, session, **how)
+            session=session,
+            manifest=shown,
+            own_rows=False,
+            resume=lambda step, **how: checkpoint.load(step, session, **how),
         )
         return directory_run.Run(own, parser().parse_args(["--run-dir", str(tmp_path), *more]), None)
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from autopar.capture.examples.held import Held
 from autopar.errors import InputError
-from autopar.integrations.optimizers import factory_of, follow
+from autopar.script.optimizers import factory_of, follow, taking_over
 
 
 def test_groups_and_what_they_say_are_the_same_for_the_parameters_a_rank_has() -> None:
@@ -57,3 +58,47 @@ def test_a_scheduler_sets_the_learning_rates_of_the_optimizer_that_took_the_othe
         rates.append(own.param_groups[0]["lr"])
     assert rates == [0.5, 1.0, 0.5, 0.25]
     assert given.param_groups[0]["lr"] == 0.5, "the first one's rate stays what it was"
+
+
+def test_an_optimizer_that_is_taken_over_steps_shards_and_what_refers_to_it_sets_their_rates() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.25}]
+    given = torch.optim.SGD(groups, lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(given, 0.5)
+    shards = {"0.weight": nn.Parameter(torch.zeros(2, 4)), "1.bias": nn.Parameter(torch.zeros(4))}
+    assert taking_over(given, model)(list(shards.items())) is given
+    assert [group["params"] for group in given.param_groups] == [[shards["0.weight"]], [shards["1.bias"]]]
+    for _ in range(2):
+        for shard in shards.values():
+            shard.grad = torch.ones_like(shard)
+        given.step()
+        scheduler.step()
+    assert shards["0.weight"].eq(-1.5).all()
+    assert shards["1.bias"].eq(-0.375).all()
+    with pytest.raises(InputError, match="none of the model's"):
+        taking_over(torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1), model)
+
+
+def test_names_of_parameters_that_an_optimizer_knows_follow_its_shards() -> None:
+    model = nn.Linear(4, 4)
+    given = torch.optim.SGD(model.named_parameters(), lr=1.0)
+    taking_over(given, model)([("bias", nn.Parameter(torch.zeros(4)))])
+    assert given.param_groups[0]["param_names"] == ["bias"]
+
+
+def test_a_tensor_of_several_modules_has_the_name_of_the_first_one() -> None:
+    own, other = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))
+    other.append(own)
+    given = torch.optim.SGD(other.parameters(), lr=1.0)
+    made = factory_of(given, Held(own, {"both": other}))
+    shards = {name: nn.Parameter(torch.zeros(4)) for name in ("weight", "bias", "both.0.weight")}
+    assert {id(p) for p in made(list(shards.items())).param_groups[0]["params"]} == {*map(id, shards.values())}
+
+
+def test_a_shared_parameter_is_found_by_whichever_of_its_names_a_program_has() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    for name in ("0.weight", "1.weight"):
+        given, shard = torch.optim.SGD(model.parameters(), lr=1.0), nn.Parameter(torch.zeros(4))
+        for one in (factory_of(given, model), taking_over(given, model)):
+            assert one([(name, shard)]).param_groups[0]["params"] == [shard]

@@ -3,6 +3,7 @@
     optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
     groups    = [(("embed.weight", …), {"lr": …, "weight_decay": 0.1}), (("norm.weight", …), {"lr": …, "weight_decay": 0.0})]
     factory   = functools.partial(regrouped, kind=torch.optim.AdamW, groups=groups)
+    taking    = taking_over(optimizer, model)        the optimizer itself, which has the shards in its groups from then on
 
 A rank has parameters of its own stages alone, so groups are known by the names of their members. What an optimizer's groups do
 not say, and a new one of its class does not have by itself, cannot be carried over and is refused.
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.capture.examples.held import Held
 from autopar.errors import InputError
 from autopar.runtime.data.origin import name_of
 
@@ -25,33 +27,66 @@ Groups = Sequence[tuple[tuple[str, ...], Mapping[str, Any]]]
 _OWN_STATE = frozenset({"state", "param_groups", "defaults"})
 
 
-def factory_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Callable[..., torch.optim.Optimizer]:
-    """A factory, as `compile` takes it, of an optimizer that is over a model's parameters and has not stepped yet.
+def factory_of(optimizer: torch.optim.Optimizer, model: nn.Module | Held) -> Callable[..., torch.optim.Optimizer]:
+    """A factory, as `compile` takes it, of an optimizer that is over a model's parameters, or those of several modules, and has
+    not stepped yet.
 
     Raises InputError where a parameter is none of the model's, where the optimizer has state, or where a new one of its class
     would be another.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    kind = type(optimizer).__name__
     if optimizer.state:
-        raise InputError(f"this {kind} has stepped already; make a new one, whose state the program makes on its ranks")
-    groups = []
-    for index, group in enumerate(optimizer.param_groups):
-        foreign = [tuple(p.shape) for p in group["params"] if id(p) not in names]
-        if foreign:
-            raise InputError(
-                f"group {index} of this {kind} has a parameter of shape {foreign[0]} that is none of the model's; make the "
-                "optimizer of the parameters of the model that is trained, after it has its last form"
-            )
-        said = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        groups.append((tuple(names[id(p)] for p in group["params"]), said))
+        raise InputError(
+            f"this {type(optimizer).__name__} has stepped already; make a new one, whose state the program makes on its ranks"
+        )
+    groups = [
+        (names, {key: value for key, value in group.items() if key not in ("params", "param_names")})
+        for names, group in zip(_members(optimizer, model), optimizer.param_groups, strict=True)
+    ]
     again = type(optimizer)
-    _check_alike(optimizer, regrouped(list(model.named_parameters()), again, groups))
+    each = {id(tensor): (name, tensor) for name, tensor in _tensors(model).items()}
+    _check_alike(optimizer, regrouped(list(each.values()), again, groups))
     return functools.partial(regrouped, kind=again, groups=groups)
 
 
+def taking_over(
+    optimizer: torch.optim.Optimizer, model: nn.Module | Held
+) -> Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer]:
+    """A factory that gives an optimizer itself, with the parameters that it is called with in the place of the model's: what
+    refers to it (a scheduler, a loop that sets learning rates) sets what is trained. Raises InputError as `factory_of`."""
+    members = _members(optimizer, model)
+
+    def taken(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        own = dict(named_parameters)
+        for names, group in zip(members, optimizer.param_groups, strict=True):
+            held = [name for name in names if name in own]
+            group |= {"params": [own[name] for name in held]} | (
+                {"param_names": held} if "param_names" in group else {}
+            )
+        return optimizer
+
+    return taken
+
+
+def _tensors(model: nn.Module | Held) -> dict[str, Tensor]:
+    return (model if isinstance(model, Held) else Held(model)).tensors()
+
+
+def _members(optimizer: torch.optim.Optimizer, model: nn.Module | Held) -> list[tuple[str, ...]]:
+    """The program's names of the parameters of every group; of one that is shared all, as a program has it by one of them."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in _tensors(model).items():
+        names.setdefault(id(tensor), []).append(name)
+    for index, group in enumerate(optimizer.param_groups):
+        if foreign := [tuple(p.shape) for p in group["params"] if id(p) not in names]:
+            raise InputError(
+                f"group {index} of this {type(optimizer).__name__} has a parameter of shape {foreign[0]} that is none of the "
+                "model's; make the optimizer of the parameters of the model that is trained, after it has its last form"
+            )
+    return [tuple(name for p in group["params"] for name in names[id(p)]) for group in optimizer.param_groups]
+
+
 def regrouped(
-    named_parameters: Sequence[tuple[str, nn.Parameter]], kind: Callable[..., torch.optim.Optimizer], groups: Groups
+    named_parameters: Sequence[tuple[str, Tensor]], kind: Callable[..., torch.optim.Optimizer], groups: Groups
 ) -> torch.optim.Optimizer:
     """The optimizer of a kind over those of these parameters that groups name. Raises InputError where it cannot be made."""
     own = dict(named_parameters)
