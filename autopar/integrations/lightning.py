@@ -35,6 +35,7 @@ from autopar.errors import InputError
 from autopar.integrations.picked import PickedInSums
 from autopar.integrations.rehearsed import rehearse
 from autopar.integrations.unseen import Unseen
+from autopar.integrations.watched import Watched
 from autopar.options import Options
 from autopar.runtime.comm.backends import present_backend
 from autopar.runtime.comm.environment import started
@@ -65,6 +66,7 @@ _STEP_HOOKS = (
     "on_before_zero_grad",
 )
 """Hooks between steps that may look at the weights."""
+_WAY_OUT = "call trainer.strategy.update_program() on every rank after it, or leave it out"
 _TOLD = itertools.count()
 """Broadcasts of this process, which every rank does in the same order."""
 _PRECISIONS: Mapping[str, Any] = {"bf16-mixed": "bf16", "32-true": None, "64-true": None, "bf16-true": None}
@@ -143,6 +145,7 @@ class AutoparStrategy(SingleDeviceStrategy):
 
     strategy_name = "autopar"
     optimizers: Any
+    _weights: Watched
 
     def __init__(
         self,
@@ -252,6 +255,7 @@ class AutoparStrategy(SingleDeviceStrategy):
         finally:
             module._trainer = trainer
         self._trained.logged = logged
+        self._weights = Watched(self._trained)
         if self._pending is not None:
             self._step.resume(self._pending)
             self._pending = None
@@ -283,6 +287,8 @@ class AutoparStrategy(SingleDeviceStrategy):
         if self._step is None:
             self._make_step(batch)
         assert self._trained is not None
+        self._weights.check_written(_WAY_OUT)
+        self._weights.check_trained()
         check_like(batch, self._trained.structure, "the batch")
         leaves, names, _ = flatten(batch)
         try:
@@ -319,7 +325,16 @@ class AutoparStrategy(SingleDeviceStrategy):
     def update_module(self) -> None:
         """Give the module in memory the program's weights, where it does not have them. All ranks call it."""
         if self._step is not None and self._trained is not None and self._outdated:
+            self._weights.check_written(_WAY_OUT)
             self._trained.load_state_dict(self._step.state_dict())
+            self._weights.settle()
+            self._outdated = False
+
+    def update_program(self) -> None:
+        """Give the program the weights that the module in memory has. All ranks call it."""
+        if self._step is not None and self._trained is not None:
+            self._step.load_state_dict(self._trained.state_dict())
+            self._weights.settle()
             self._outdated = False
 
     def on_validation_start(self) -> None:

@@ -65,7 +65,7 @@ ROWS = (
         "what is recomputed follows from the memory there is; Options(recompute=…) says more",
     ),
     Row(HONOURED, ("bf16_full_eval", "fp16_full_eval"), "of evaluation outside of training"),
-    Row(HONOURED, ("tf32", "use_cache", "torch_empty_cache_steps", "full_determinism")),
+    Row(HONOURED, ("tf32", "use_cache", "full_determinism")),
     Row(
         HONOURED,
         (
@@ -149,11 +149,7 @@ ROWS = (
         ),
     ),
     Row(HONOURED, ("do_train", "do_eval", "do_predict", "output_dir", "skip_memory_metrics", "use_cpu", "local_rank")),
-    Row(
-        HONOURED,
-        ("accelerator_config",),
-        "but for its split_batches and dispatch_batches, of which every rank has no need",
-    ),
+    Row(HONOURED, ("accelerator_config",), "but for split_batches and dispatch_batches, which every rank does without"),
     Row(
         NO_EFFECT,
         (
@@ -166,6 +162,7 @@ ROWS = (
             "fsdp_config",
             "liger_kernel_config",
             "optim_target_modules",
+            "torch_empty_cache_steps",
         ),
         "nothing uses them: there is no DistributedDataParallel, and what they belong to is refused",
     ),

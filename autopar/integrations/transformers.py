@@ -39,6 +39,7 @@ from autopar.integrations.objective import ITEMS, STEPS, Objective, loss_and_ext
 from autopar.integrations.one_process import as_first_rank, as_one_process
 from autopar.integrations.rehearsed import rehearse
 from autopar.integrations.training_arguments import check_arguments
+from autopar.integrations.watched import Watched
 from autopar.options import Entry, Options
 from autopar.runtime.errors import GuardError
 from autopar.runtime.update.update_rule import ClipNorm
@@ -48,6 +49,7 @@ from autopar.script.parallelize import parallelize
 CHECKPOINT = "autopar"
 """The folder in a trainer's checkpoint where the program's is."""
 _NO_CLIPPING = 1e30
+_WAY_OUT = "call trainer.update_program() on every rank after it, or leave it out"
 TrainerT = TypeVar("TrainerT", bound=type)
 
 
@@ -76,6 +78,7 @@ class ParallelTrainer(_Base):
     _created_lr_scheduler: bool
     _step: Any
     _objective: Any
+    _watched: Watched
 
     def __init__(
         self,
@@ -99,6 +102,9 @@ class ParallelTrainer(_Base):
         ranks = as_one_process()
         own = bound.arguments["args"] = copy.copy(given)
         own.gradient_checkpointing = own.activation_checkpointing = False
+        own.torch_empty_cache_steps = None
+        own.accelerator_config = copy.copy(given.accelerator_config)
+        own.accelerator_config.dispatch_batches = own.accelerator_config.split_batches = False
         super().__init__(*bound.args, **bound.kwargs)
         self._ranks = ranks
         self.args.per_device_train_batch_size *= ranks.count
@@ -213,6 +219,7 @@ class ParallelTrainer(_Base):
             entries=entries or None,
             **self._asked,
         )
+        self._watched = Watched(self._objective)
 
     def _any_eval_dataloader(self) -> Any:
         """The loader of the data that the loop evaluates, the first of several."""
@@ -255,6 +262,8 @@ class ParallelTrainer(_Base):
         """The loss of a global batch, after whose gradients, and those of the batches accumulated before it, the program has
         updated the parameters if it is the last one of an update."""
         assert self._step is not None
+        self._watched.check_written(_WAY_OUT)
+        self._watched.check_trained()
         model.train()
         updates = self.accelerator.gradient_state.sync_gradients
         try:
@@ -286,6 +295,7 @@ class ParallelTrainer(_Base):
         if lacks or ignore_keys is not None or _shapes(inputs) not in self._evaluated:
             self.update_model()
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+        self._watched.check_written(_WAY_OUT)
         _, outputs = self._step.evaluate(dict(inputs))
         loss, logits, labels = self._objective.prediction.of(self, outputs)
         return (loss, None, None) if prediction_loss_only else (loss, logits, labels)
@@ -305,13 +315,16 @@ class ParallelTrainer(_Base):
     def update_model(self) -> None:
         """Give the model in memory the program's weights, where it does not have them. All ranks call it."""
         if self._step is not None and self._objective is not None and self._outdated:
+            self._watched.check_written(_WAY_OUT)
             self._objective.load_state_dict(self._step.state_dict())
+            self._watched.settle()
             self._outdated = False
 
     def update_program(self) -> None:
         """Give the program the weights that the model in memory has. All ranks call it."""
         if self._step is not None and self._objective is not None:
             self._step.load_state_dict(self._objective.state_dict())
+            self._watched.settle()
             self._outdated = False
 
     def _load_best_model(self) -> None:

@@ -158,12 +158,7 @@ CASES: dict[str, dict[str, Any]] = {
         "model": bert,
         "labels": "class",
         "rows": 32,
-        "args": {
-            "max_steps": 6,
-            "eval_strategy": "steps",
-            "eval_steps": 4,
-            "accelerator_config": {"dispatch_batches": False},
-        },
+        "args": {"max_steps": 6, "eval_strategy": "steps", "eval_steps": 4},
         "metrics": accuracy,
         "looks": True,
     },

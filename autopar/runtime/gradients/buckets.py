@@ -44,6 +44,8 @@ from .runs import PARTS, Run, ends, ends_are_small, filled, packed
 Steps = tuple[TableStep, ...]
 MIB = 1 << 20
 BUCKETED = ("all_reduce", "reduce_scatter", "reduce")
+UNDER_WAY = 2
+"""Messages of a kind that are under way at once, and buffers that wait for the next ones."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ class Buckets:
         self.codecs = codecs
         self.added = added
         self.unsent = Unsent()
-        self._pool = BufferPool()
+        self._pool = BufferPool(most=UNDER_WAY)
         self._lent: list[Tensor] = []
         self._buckets: dict[tuple[Any, ...], _Bucket] = {}
         self._flights: list[_Flight] = []
@@ -282,7 +284,7 @@ class Buckets:
 
     def _land_oldest(self, flights: list[_Flight]) -> None:
         """Two of a kind may be under way at once; what has landed is let go."""
-        if len(flights) >= 2:
+        if len(flights) >= UNDER_WAY:
             self._flights.remove(flights[0])
             self._land(flights.pop(0))
 
