@@ -107,7 +107,10 @@ def test_optional_targets_of_a_loss_of_ones_own_are_allowed() -> None:
     ("loss_fn", "says"),
     [
         ("mse", "loss_fn must be callable (output, *targets)"),
-        (lambda o, t: o, "must return a scalar tensor, it returned a tensor of shape (8, 8)"),
+        (
+            lambda o, t: o,
+            "must return a scalar tensor, or (scalar, what the step is to give beside it), it returned a tensor",
+        ),
     ],
     ids=["name", "no scalar"],
 )
