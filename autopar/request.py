@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from autopar.capture import capture_program
+from autopar.capture.before.modes import evaluating, training_alone
 from autopar.capture.examples.buckets import Sizes, bucket_examples, checked_pad_values
 from autopar.capture.examples.held import Held
 from autopar.capture.examples.inputs import (
@@ -26,7 +26,7 @@ from autopar.capture.examples.trees import flatten
 from autopar.capture.exported import Captured, Gives
 from autopar.cluster import ClusterSpec
 from autopar.cluster.device import dtype_name
-from autopar.cluster.here import HERE, cluster_here
+from autopar.cluster.given import as_cluster
 from autopar.errors import AutoparError, InputError, PlanError
 from autopar.ir.memory_levers import PRECISIONS
 from autopar.ir.schedules import SCHEDULES
@@ -203,31 +203,6 @@ class Request:
         return request
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode; afterwards every module of it is in the mode that it was in."""
-    before = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
-
-
-@contextmanager
-def training_alone(model: nn.Module, trains: frozenset[int] | None) -> Iterator[None]:
-    """The model with gradients for these of its parameters alone; afterwards they are asked for as before."""
-    others = [p for p in model.parameters() if trains is not None and p.requires_grad != (id(p) in trains)]
-    for parameter in others:
-        parameter.requires_grad_(not parameter.requires_grad)
-    try:
-        yield
-    finally:
-        for parameter in others:
-            parameter.requires_grad_(not parameter.requires_grad)
-
-
 def make_request(
     model: nn.Module,
     cluster: ClusterSpec | str | Path,
@@ -338,19 +313,6 @@ def checked_options(options: Options | None) -> Options:
     if options is not None and not isinstance(options, Options):
         raise InputError(f"options must be autopar.Options(…), not {type(options).__name__}")
     return options or Options()
-
-
-def as_cluster(cluster: ClusterSpec | str | Path) -> ClusterSpec:
-    """A ClusterSpec from a spec, a file, a preset's name, or "here" (`autopar.cluster.here`)."""
-    if isinstance(cluster, ClusterSpec):
-        return cluster
-    if cluster == HERE:
-        return cluster_here()
-    if isinstance(cluster, (str, Path)):
-        if Path(cluster).suffix in (".yaml", ".yml", ".json") or Path(cluster).is_file():
-            return ClusterSpec.from_file(cluster)
-        return ClusterSpec.preset(str(cluster))
-    raise InputError(f"cluster must be a ClusterSpec, a preset's name or a file, not {type(cluster).__name__}")
 
 
 def as_computed(cluster: ClusterSpec, options: Options) -> ClusterSpec:

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from autopar.cluster import ClusterSpec, resized
+from autopar.cluster.given import as_cluster
 from autopar.compiled import Compiled
 from autopar.errors import AutoparError, InputError
 from autopar.plan import Plan
 from autopar.report.candidates import slower_cases, worth_moving_to
-from autopar.request import Request, as_cluster
+from autopar.request import Request
 from autopar.runtime.data.schema import is_number, shown
 
 MOST_SLOWER = 100.0

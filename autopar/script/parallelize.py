@@ -26,11 +26,12 @@ from autopar.capture.examples.default_device import with_cpu_as_default
 from autopar.capture.examples.held import Held
 from autopar.capture.examples.inputs import LossFunction
 from autopar.cluster import ClusterSpec
+from autopar.cluster.given import as_cluster
 from autopar.cluster.here import HERE
 from autopar.errors import InputError
 from autopar.options import Entry, Options, checked_entries, with_suggestions
 from autopar.plan import Plan
-from autopar.request import as_cluster, checked_options
+from autopar.request import checked_options
 from autopar.runtime.data.schema import integer, listed
 from autopar.runtime.errors import RuntimeProgramError
 from autopar.runtime.program.manifest import Manifest

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import autopar
+from autopar.cluster.given import as_cluster
 from autopar.cluster.here import Place, cluster_here, cluster_of, place_here
-from autopar.request import as_cluster
 
 GIB = float(1 << 30)
 

@@ -30,17 +30,17 @@ from ..gradients.buckets import MIB
 from ..guards import Guards, InputLike
 from ..memory.tiers import Tiers
 from ..program.extras import filled, numbers_of
-from ..program.layout import TensorInfo, gather_full, holds, local_shape
+from ..program.layout import holds
 from ..program.run_options import DEFAULTS, RunOptions
 from ..program.shapes import PadValues
 from ..program.tables import Modules, Pipeline
 from ..rank import Rank
-from ..update.optimizer_parts import Parts
 from ..update.update_rule import OptimizerFactory, UpdateRule, as_rule
 from .buffer_copies import BufferCopies
 from .cuda_graphs import Capture, CudaCapture, StepGraph, say_why, why_not
 from .entries import FIRST, EntryForms, EntryModules
-from .outputs import Outputs, arrived, full_outputs, local_outputs, start_loss, start_tell
+from .full_tensors import full_gradients, full_value
+from .outputs import Outputs, arrived, full_outputs, local_outputs, start_loss
 from .own_rows import Taking
 from .pending import NOT_IN_TIERS
 from .pipeline import Executor
@@ -50,6 +50,7 @@ from .same_data import SameData
 from .shape_variants import Form
 from .stage import Inputs, SliceReader
 from .state import State
+from .update_in_parts import update_in_parts
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class Session(State):
         self.next_inputs = NextInputs(comm.device)
         self.rebalancer = rebalancer(comm, self.entries[FIRST].forms) if options.rebalance else None
         self.opt_params, self.updater = self.entries[FIRST].opt_params, self.entries[FIRST].updater
-        self.parts = self._parts(tiers)
+        self.parts = update_in_parts(self.entries[FIRST], tiers, lambda name: self.grads.get(name))
         self.buffer_copies: BufferCopies | None = None
         self.step_graph: StepGraph[_Computed] | None = None
         if options.cuda_graphs and not backend_of(comm.device).graphs:
@@ -385,64 +386,11 @@ class Session(State):
     def gather_full(self, name: str) -> Tensor:
         """A parameter or buffer, full, on every rank."""
         self.settle_tiers()
-        stage = self.pipeline.holders(name)[0]
-        info = self.pipeline.tables(stage).info(name)
-        assert info is not None
-        value: Tensor | None = None
-        if stage in self.stages:
-            rt = self.stages[stage].rt
-            own = rt.params[name] if name in rt.params else rt.buffers[name]
-            value = gather_full(own, info.spec, self.stages[stage].comm, f"full {name}", info.shape)
-        return self._tell(stage, value, info.shape, info).clone()
+        return full_value(self.forms[0], self.comm, name)
 
     def full_grads(self) -> dict[str, Tensor]:
         """The gradients of the last train_step, full, on every rank; nothing of parameters that have none."""
         if not self._last.pipeline.training:
             raise RuntimeProgramError("there are no gradients: the last step was one without")
         self.settle_tiers()
-        pipeline, owned = self._last.pipeline, {n for stage in self._last.stages.values() for n in stage.opt_params}
-        gradients, absent = {}, self._last.absent.everywhere(self.absent & owned)
-        for stage in pipeline.stages:
-            tables = pipeline.tables(stage)
-            for name, info in tables.parameters.items():
-                shared = name in pipeline.shared
-                if not (pipeline.earners(name) if shared else name in tables.gradients):
-                    continue
-                if not pipeline.owns(stage, name) or name in absent:
-                    continue
-                grad: Tensor | None = None
-                if stage in self.stages:
-                    own, what = self.stages[stage].comm, f"full gradient of {name}"
-                    held = self.grads.get(name)
-                    if held is None:  # another rank has all of it
-                        held = torch.empty(
-                            local_shape(info.shape, info.opt_spec, own), dtype=info.dtype, device=own.device
-                        )
-                    grad = gather_full(held, info.opt_spec, own, what, info.shape)
-                gradients[name] = self._tell(stage, grad, info.shape, info).clone()
-        return gradients
-
-    # ---- small print
-
-    def _tell(self, stage: int, value: Tensor | None, shape: tuple[int, ...], info: TensorInfo) -> Tensor:
-        return start_tell(self.pipeline, self.comm, stage, value, shape, info).wait()
-
-    def _parts(self, tiers: Tiers) -> Parts | None:
-        """How the optimizer's step is divided where its state rests in tiers."""
-        where = [
-            {name: stage.tables.parameters[name].optimizer_tier for name in stage.opt_params}
-            for stage in self.stages.values()
-        ]
-        values = {n: p for stage in self.stages.values() for n, p in stage.opt_params.items() if n in stage.rt.in_tier}
-        if not self.updater.optimizers or not (values or any(tier for stage in where for tier in stage.values())):
-            return None
-
-        def store(updated: Mapping[str, Tensor]) -> None:
-            for stage in self.stages.values():
-                stage.store_updated({n: value for n, value in updated.items() if n in stage.opt_params})
-
-        sizes = {name: p.numel() * p.element_size() for name, p in self.opt_params.items()}
-        parts = Parts(tiers, where, sizes, self.updater.state_of, values, lambda n: self.grads.get(n), store)
-        self.updater.parts, self.updater.bring, self.updater.away = parts.parts, parts.bring, parts.values.keys()
-        self.updater.settle = tiers.settle
-        return parts
+        return full_gradients(self._last, self.comm, self.grads, self.absent)
