@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import ceil, floor, inf
-
-from ortools.sat.python import cp_model
+from typing import TYPE_CHECKING
 
 from autopar.passes.branch.grouping import BranchProblem, BranchSolution, SegmentGroup, SegmentOption, evaluate
-from autopar.passes.solvers.cp_sat import solved
+from autopar.passes.solvers.cp_sat import cp_sat, solved
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
 
 Weight = Callable[[SegmentOption], int]
 
@@ -35,7 +37,7 @@ class GroupingModel:
     """The CP-SAT model: least time under the memory limit, or (memory) least memory."""
 
     def __init__(self, problem: BranchProblem, G: int, memory: bool = False) -> None:
-        self.problem, self.G, self.model = problem, G, cp_model.CpModel()
+        self.problem, self.G, self.model = problem, G, cp_sat().CpModel()
         whole = sum(max(o.time_s + o.step_s for o in options) for options in problem.segments)
         whole += sum(problem.hand_over_s(e) for e in range(len(problem.edges)))
         self.scale = UNITS / max(whole, 1e-300)
@@ -174,13 +176,13 @@ class GroupingModel:
     def solve(self, time_limit_s: float) -> tuple[BranchSolution | None, float]:
         """(best grouping found, lower bound of the total in seconds). time_limit_s: of the solver's own clock, which counts work,
         so that the grouping is the same on every machine."""
-        solver = cp_model.CpSolver()
+        solver = cp_sat().CpSolver()
         solver.parameters.max_deterministic_time = time_limit_s
         solver.parameters.max_time_in_seconds = 10 * time_limit_s
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = 0
         status = solved(solver, self.model)
-        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        if status not in (cp_sat().OPTIMAL, cp_sat().FEASIBLE):
             return None, 0.0
         groups = []
         for g in range(self.G):

@@ -9,19 +9,23 @@ which rises from one to the next.
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
-from ortools.sat.python import cp_model
 
 from autopar.passes.place.traffic import Traffic, Tree
-from autopar.passes.solvers.cp_sat import solved
+from autopar.passes.solvers.cp_sat import cp_sat, solved
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
 
 
 def place_exactly(
     traffic: Traffic, tree: Tree, start: np.ndarray, time_limit_s: float, seed: int = 0
 ) -> tuple[np.ndarray, float]:
     """(device of each rank, proven lower bound of the cost); `start` is the first guess and the answer of last resort."""
-    model, P = cp_model.CpModel(), traffic.ranks
+    cp = cp_sat()
+    model, P = cp.CpModel(), traffic.ranks
     leaf = tree.groups[0]
     nodes = int(leaf.max()) + 1
     x = [[model.new_bool_var(f"x{i}_{g}") for g in range(nodes)] for i in range(P)]
@@ -54,18 +58,18 @@ def place_exactly(
     for i in range(P):
         for g in range(nodes):
             model.add_hint(x[i][g], int(leaf[start[i]] == g))
-    solver = cp_model.CpSolver()
+    solver = cp.CpSolver()
     solver.parameters.max_deterministic_time = time_limit_s
     solver.parameters.max_time_in_seconds = 10 * time_limit_s
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = seed
     status = solved(solver, model)
     bound = exact_sum + (solver.best_objective_bound - 0.5 * len(terms)) / scale
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+    if status not in (cp.OPTIMAL, cp.FEASIBLE):
         return start, bound
     free = {g: np.flatnonzero(leaf == g).tolist() for g in range(nodes)}
     position = np.array([free[next(g for g in range(nodes) if solver.value(x[i][g]))].pop(0) for i in range(P)])
-    if status == cp_model.OPTIMAL and tree.cost(traffic, position) <= tree.cost(traffic, start):
+    if status == cp.OPTIMAL and tree.cost(traffic, position) <= tree.cost(traffic, start):
         bound = min(tree.cost(traffic, position), bound + len(terms) / scale)
     return position, bound
 

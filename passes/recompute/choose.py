@@ -17,10 +17,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from ortools.graph.python import max_flow
-from ortools.sat.python import cp_model
 
 from autopar.passes.recompute.problem import RecomputeProblem
-from autopar.passes.solvers.cp_sat import solved
+from autopar.passes.solvers.cp_sat import cp_sat, solved
 
 _UNIT = 10**9  # all bytes, and all seconds, in the integers of the minimum cut
 _STEPS = 10**6  # the largest ratio between the prices of seconds and of bytes
@@ -133,7 +132,8 @@ def hull(problem: RecomputeProblem) -> list[Choice]:
 def within(problem: RecomputeProblem, budget: float, time_limit_s: float = 10.0) -> Choice | None:
     """The choice of the fewest seconds that keeps at most `budget` bytes; None where none does."""
     scale_s, _ = _scales(problem)
-    model = cp_model.CpModel()
+    cp = cp_sat()
+    model = cp.CpModel()
     had = [model.new_bool_var(f"h{i}") for i in range(len(problem.items))]
     remade = [model.new_bool_var(f"r{i}") for i in range(len(problem.items))]
     for i, item in enumerate(problem.items):
@@ -150,11 +150,11 @@ def within(problem: RecomputeProblem, budget: float, time_limit_s: float = 10.0)
     model.add(sum(b * (had[i] - remade[i]) for i, b in sized) <= math.floor(budget))
     timed = [(i, round(item.again_s * scale_s)) for i, item in enumerate(problem.items) if math.isfinite(item.again_s)]
     model.minimize(sum(s * remade[i] for i, s in timed))
-    solver = cp_model.CpSolver()
+    solver = cp.CpSolver()
     solver.parameters.max_time_in_seconds = time_limit_s
     solver.parameters.num_workers = 1
     solver.parameters.linearization_level = 2  # its LP is nearly integral: a hundred times faster than without all rows
-    if solved(solver, model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+    if solved(solver, model) not in (cp.OPTIMAL, cp.FEASIBLE):
         return None
     return settle(problem, {i for i in range(len(remade)) if solver.value(remade[i])})
 
