@@ -35,6 +35,7 @@ from ..program.run_options import DEFAULTS, RunOptions
 from ..program.shapes import PadValues
 from ..program.tables import Modules, Pipeline
 from ..rank import Rank
+from ..update.optimizer_parts import Parts
 from ..update.update_rule import OptimizerFactory, UpdateRule, as_rule
 from .buffer_copies import BufferCopies
 from .cuda_graphs import Capture, CudaCapture, StepGraph, say_why, why_not
@@ -50,7 +51,6 @@ from .same_data import SameData
 from .shape_variants import Form
 from .stage import Inputs, SliceReader
 from .state import State
-from .update_in_parts import update_in_parts
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Session(State):
         self.next_inputs = NextInputs(comm.device)
         self.rebalancer = rebalancer(comm, self.entries[FIRST].forms) if options.rebalance else None
         self.opt_params, self.updater = self.entries[FIRST].opt_params, self.entries[FIRST].updater
-        self.parts = update_in_parts(self.entries[FIRST], tiers, lambda name: self.grads.get(name))
+        self.parts = self._parts(tiers)
         self.buffer_copies: BufferCopies | None = None
         self.step_graph: StepGraph[_Computed] | None = None
         if options.cuda_graphs and not backend_of(comm.device).graphs:
@@ -394,3 +394,25 @@ class Session(State):
             raise RuntimeProgramError("there are no gradients: the last step was one without")
         self.settle_tiers()
         return full_gradients(self._last, self.comm, self.grads, self.absent)
+
+    # ---- small print
+
+    def _parts(self, tiers: Tiers) -> Parts | None:
+        """How the optimizer's step is divided where its state rests in tiers."""
+        where = [
+            {name: stage.tables.parameters[name].optimizer_tier for name in stage.opt_params}
+            for stage in self.stages.values()
+        ]
+        values = {n: p for stage in self.stages.values() for n, p in stage.opt_params.items() if n in stage.rt.in_tier}
+        if not self.updater.optimizers or not (values or any(tier for stage in where for tier in stage.values())):
+            return None
+
+        def store(updated: Mapping[str, Tensor]) -> None:
+            for stage in self.stages.values():
+                stage.store_updated({n: value for n, value in updated.items() if n in stage.opt_params})
+
+        sizes = {name: p.numel() * p.element_size() for name, p in self.opt_params.items()}
+        parts = Parts(tiers, where, sizes, self.updater.state_of, values, lambda n: self.grads.get(n), store)
+        self.updater.parts, self.updater.bring, self.updater.away = parts.parts, parts.bring, parts.values.keys()
+        self.updater.settle = tiers.settle
+        return parts
