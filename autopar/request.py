@@ -182,9 +182,7 @@ class Request:
             microbatches=microbatches,
             order=order,
         )
-        request = replace(self, cluster=as_computed(cluster, options), options=options, plan=None)
-        _check(request)
-        return request
+        return self._searched_on(cluster, options)
 
     def where_slower(self, cluster: ClusterSpec, microbatches: int | None, order: int | None) -> Request:
         """The same step, and all that the options say of ranks, on a cluster of the same ranks of which some are slower, none of
@@ -198,6 +196,10 @@ class Request:
             microbatches=microbatches,
             order=order,
         )
+        return self._searched_on(cluster, options)
+
+    def _searched_on(self, cluster: ClusterSpec, options: Options) -> Request:
+        """The same step on a cluster, its plan to be searched. Raises InputError."""
         request = replace(self, cluster=as_computed(cluster, options), options=options, plan=None)
         _check(request)
         return request

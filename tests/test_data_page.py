@@ -50,7 +50,7 @@ BLOCKS = [
 
 
 def split(dataset: Any, rank: int, world_size: int) -> Any:
-    """As Hugging Face's `split_dataset_by_node` does with a map-style dataset: contiguous runs."""
+    """A rank's contiguous run of a map-style dataset, as Hugging Face's `split_dataset_by_node` gives it."""
     length = len(dataset) // world_size
     return type(dataset)(range(rank * length, (rank + 1) * length))
 
