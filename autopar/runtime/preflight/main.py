@@ -117,7 +117,7 @@ def _together(own: Facts, place: Place, expected: Expected, wait_s: float) -> li
     if not any(one.stops for one in found) and not place.by_machine and expected.machines is not None:
         more, said = _links(own, place, facts, expected.machines, meeting)
         found, lines = found + more, lines + said
-    if (own.rank, own.process) == (facts[0].rank, facts[0].process):
+    if (own.host, own.process) == (facts[0].host, facts[0].process):
         _say(found, lines, begun)
     meeting.end(facts[0].rank)
     return found
