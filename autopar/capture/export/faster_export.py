@@ -44,9 +44,10 @@ class _Stack:
         """The frames, outermost first."""
         frames: list[traceback.FrameSummary] = []
         frame: types.FrameType | None = sys._getframe(1)
+        anchors: set[tuple[str, str]] = getattr(proxy, "_STACK_TRACE_ANCHORS", set())  # since torch 2.13
         while frame is not None:
             file, name = frame.f_code.co_filename, frame.f_code.co_name
-            if name == "forward" or file.endswith("torch/__init__.py") or (file, name) in proxy._STACK_TRACE_ANCHORS:
+            if name == "forward" or file.endswith("torch/__init__.py") or (file, name) in anchors:
                 frames.append(traceback.FrameSummary(file, frame.f_lineno, name))
             frame = frame.f_back
         return traceback.StackSummary.from_list(frames[::-1])
