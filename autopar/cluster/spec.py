@@ -226,15 +226,15 @@ class ClusterSpec(Description):
         path = Path(path)
         data = read_cluster_file(path)
         try:
-            cluster = ClusterSpec.from_dict(data)
-            return cluster.with_profile(_read_profile(path.parent / data["profile"])) if "profile" in data else cluster
+            return _from_mapping(data, path.parent)
         except ClusterError as err:
             raise ClusterError(f"{path}: {err}") from err
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> ClusterSpec:
-        """Reads `to_dict`'s form, `{preset, nodes}`, or `{nodes: [...], network: {...}}`. Raises ClusterError."""
-        return ClusterSpec(**vars(described(data)))
+        """Reads `to_dict`'s form, `{preset, nodes}`, or `{nodes: [...], network: {...}}`; the file of its `profile` is looked for
+        from the working directory. Raises ClusterError."""
+        return _from_mapping(data, Path())
 
 
 def scaled(cluster: ClusterSpec, times: int) -> ClusterSpec:
@@ -296,6 +296,12 @@ _PROFILE = record(
         **dict.fromkeys(("base", "residuals", "samples"), anything),
     },
 )
+
+
+def _from_mapping(data: Mapping[str, Any], folder: Path) -> ClusterSpec:
+    """The cluster of a description. folder: where its profile is looked for. Raises ClusterError."""
+    cluster = ClusterSpec(**vars(described(data)))
+    return cluster.with_profile(_read_profile(folder / data["profile"])) if "profile" in data else cluster
 
 
 def _read_profile(path: Path) -> Mapping[str, Any]:

@@ -74,6 +74,8 @@ def test_a_profile_beside_the_file_is_loaded(tmp_path):
     cluster = ClusterSpec.from_file(tmp_path / "c.yaml")
     assert cluster.device(0).peak("float32") == 1e12
     assert cluster.levels[0].bandwidth_Bps == 7e9
+    described = {"nodes": [{"count": 1, "device": "cpu", "devices_per_node": 4}], "profile": str(tmp_path / "p.json")}
+    assert ClusterSpec.from_dict(described) == cluster
 
 
 @pytest.mark.parametrize(
