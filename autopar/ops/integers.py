@@ -241,6 +241,9 @@ define(
 )
 define(*named("slice select gather index index_select diagonal unfold amax amin"), values=lambda c, r, _: r[0])
 define(*named("tril triu"), values=lambda c, r, _: r[0].joined(Range(0, 1)))
+define(
+    "aten.repeat_interleave.Tensor", values=_position, precision="follow"
+)  # places of rows, and not how often they come
 define("aten.arange", values=_arange)
 define("aten.full", values=_constant("fill_value"))
 define(*named("full_like new_full"), values=_constant("fill_value"))

@@ -87,6 +87,17 @@ class Number:
     def __abs__(self) -> Number:
         return Number(self.tensor.abs(), self.ask)
 
+    def __pow__(self, exponent: Any) -> Any:
+        """Powers of integers are integers where the exponent is one that is not negative."""
+        exponent = exponent.exact() if type(exponent) is Number else exponent
+        if type(exponent) not in (bool, int, float):
+            return NotImplemented
+        whole = type(exponent) is not float and exponent >= 0
+        return Number(torch.pow(self.tensor if whole else self.tensor.double(), exponent), self.ask)
+
+    def __rpow__(self, base: Any) -> Any:
+        return base ** self.exact() if type(base) in (bool, int, float) else NotImplemented
+
     def _with(self, other: Any, f: Callable[[Any, Any], Tensor], swapped: bool = False) -> Any:
         if type(other) is Number:
             other = other.tensor
