@@ -22,10 +22,7 @@ EACH: dict[str, Case] = {
     "largest above": lambda x: x.max() > 1,
     "smallest below": lambda x: x.min() <= -1,
 }
-WHOLE: dict[str, Case] = {
-    "sum": lambda x: x.sum() > 0,
-    "largest at": lambda x: x.max() == 1,
-}
+WHOLE: dict[str, Case] = {"sum": lambda x: x.sum() > 0, "largest at": lambda x: x.max() == 1}
 
 
 class Step(nn.Module):
