@@ -22,6 +22,10 @@ class CaptureError(AutoparError):
     """The model cannot be captured as a graph; the message names the source line and the usual fix."""
 
 
+class DataError(CaptureError):
+    """A branch, a number or a size of the model depends on the data of a batch."""
+
+
 class ClusterError(AutoparError):
     """A cluster description is incomplete, inconsistent, or too small for what is asked."""
 

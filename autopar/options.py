@@ -38,7 +38,7 @@ from autopar.runtime.update.update_rule import OptimizerFactory, UpdateRule
 P = ParamSpec("P")
 R = TypeVar("R")
 
-BRANCHES = ("refuse", "as-example")
+BRANCHES = ("guard", "refuse")
 ON_OVERFLOW = ("stop", "chunk")
 COUPLED = ("refuse", "per-microbatch")
 MOST_SECONDS = 1e9
@@ -157,9 +157,9 @@ class Options(RunOptions):
         buffer per gradient while they are added.
     guards: check while the program runs what it assumes of its data: indices in range. False: only that batches have the
         shapes and dtypes of the example.
-    branches: what becomes of branches on data (`if mask.any()`, `assert lengths.max() <= n`, comparisons of `.item()`):
-        "refuse" them by name, or "as-example": the program takes the example batch's way, and stops, where guards run, on
-        a batch that goes another.
+    branches: what becomes of branches on data (`if mask.any()`, `assert lengths.max() <= n`, `range(int(n))`): "guard": the
+        program takes the example batch's way, and a batch that goes another one stops it by name; or "refuse" them by name.
+        Without guards they are refused, as nothing would check them.
     expert_imbalance: where the rows of a mixture travel to ranks that have its experts, how many a rank may get, as a multiple
         of what it would get if all got as many: memory is planned for that. On GPUs this is said of every pair of ranks, whose
         messages are always that large (or as large as random choices may ask), so that no host waits for counts.
@@ -199,7 +199,7 @@ class Options(RunOptions):
     seed: Seed = 0
     compensated_sums: bool = False
     guards: bool = True
-    branches: Annotated[str, choice(BRANCHES)] = "refuse"
+    branches: Annotated[str, choice(BRANCHES)] = "guard"
     expert_imbalance: Annotated[float, _as_number(number(1))] = 1.25
     on_overflow: Annotated[str, choice(ON_OVERFLOW)] = "stop"
     order: int | None = None

@@ -105,7 +105,7 @@ class Request:
                 options.precision,
                 pieces,
                 options.guards,
-                options.branches == "as-example",
+                options.branches,
                 {"expert_imbalance": options.expert_imbalance, "on_overflow": options.on_overflow},
                 bool(self.asked_of_training),
                 self.gives,

@@ -47,22 +47,21 @@ def capture_program(
     precision: str | None = None,
     pieces: int = 1,
     guards: bool = True,
-    as_example: bool = False,
+    branches: str = "guard",
     told: Mapping[str, Any] = MappingProxyType({}),
     to_train: bool = False,
     gives: Gives = "step",
 ) -> Captured:
-    """Capture, fold and differentiate. starts: modules at which a call must start. precision, guards: see Options. pieces:
-    what the loss is divided by. as_example: branches on data go the example's way. told: Options by name, for ops that have
-    them as arguments. to_train: something is asked for that means nothing in inference, so that a scalar among other outputs may
-    be the loss. gives: what the capture is of.
+    """Capture, fold and differentiate. starts: modules at which a call must start. precision, guards, branches: see Options.
+    pieces: what the loss is divided by. told: Options by name, for ops that have them as arguments. to_train: something is asked
+    for that means nothing in inference, so that a scalar among other outputs may be the loss. gives: what the capture is of.
 
     Raises CaptureError, InputError.
     """
     mode = fake_mode()
     with lean():
         whole, conditions = with_conditions(
-            export_step(model, inputs, loss_fn, targets, mode, pieces, as_example, guards, to_train, gives)
+            export_step(model, inputs, loss_fn, targets, mode, pieces, branches, guards, to_train, gives)
         )
         keep_channels_last(whole, model)
         exported = tidied(whole)

@@ -16,15 +16,13 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from autopar.errors import AutoparError, CaptureError, InputError
+from autopar.errors import AutoparError, CaptureError, DataError, InputError
 
 _DYNAMIC = (
     "its shape or branch depends on the data. Use a static form: torch.where instead of if, masks instead of boolean "
     "indexing or nonzero, tensors instead of .item(). A loop over the experts that a batch chose: a grouped product "
     "(autopar.grouped_mm), or leave the module as it is and give its class another forward to be traced by: "
-    "@autopar.forward_of(TheModule). "
-    "A branch that goes one way for all data may be taken as the example takes it, and checked at run time: "
-    'Options(branches="as-example")'
+    "@autopar.forward_of(TheModule)"
 )
 _FIXES = (
     (
@@ -37,6 +35,7 @@ _FIXES = (
             "data-dependent",
             "data dependent",
             "guardondatadependent",
+            "datadependentoutput",
             "unbacked",
             "dynamicoutputshape",
             "tolist",
@@ -74,7 +73,8 @@ def explain(error: Exception, model: nn.Module) -> Exception:
     place = f" at {where}" if where else f" in {type(model).__name__}"
     for signs, fix in _FIXES:
         if any(s in text.lower() for s in signs):
-            return CaptureError(f"the model cannot be captured{place}: {fix}. ({first_line(text)})")
+            kind = DataError if fix is _DYNAMIC else CaptureError
+            return kind(f"the model cannot be captured{place}: {fix}. ({first_line(text)})")
     if isinstance(error, TypeError) and "argument" in text and f"{type(model).__name__}.forward" in text:
         return InputError(f"example inputs do not match {type(model).__name__}.forward: {first_line(str(error))}")
     return CaptureError(f"the model cannot be captured{place}: {first_line(text)}")
@@ -92,7 +92,7 @@ def dynamic_node(graph: fx.Graph) -> fx.Node | None:
 
 def dynamic(target: object, model: nn.Module) -> CaptureError:
     """The error for a value that only the data decides, when no line is known."""
-    return CaptureError(f"the model cannot be captured in {type(model).__name__} ({target}): {_DYNAMIC}")
+    return DataError(f"the model cannot be captured in {type(model).__name__} ({target}): {_DYNAMIC}")
 
 
 def untraceable(target: object, source: str, error: Exception) -> CaptureError:
@@ -142,10 +142,10 @@ def current_user_line() -> str:
     return ""
 
 
-def refusal(does: str, instead: str) -> CaptureError:
+def refusal(does: str, instead: str, kind: type[CaptureError] = CaptureError) -> CaptureError:
     """The error for what forward does at the line of user code that runs now."""
     where = current_user_line()
-    return CaptureError(f"forward {does}{f' at {where}' if where else ''}: {instead}")
+    return kind(f"forward {does}{f' at {where}' if where else ''}: {instead}")
 
 
 def is_user_file(filename: str) -> bool:

@@ -24,7 +24,7 @@ class Exported:
     traced by another forward than their own, in words; sometimes: which of their tensors have a gradient in some steps only, by
     the modules' numbers. no_loss: what the model returned, where it is for inference. extras: of outputs after the loss, which
     loss_fn gave beside it; output_structure is then theirs. loss_path: where the loss was found among other outputs, such as
-    `out[1]`."""
+    `out[1]`. followed: lines that ask what only data says, where the program goes the example's way."""
 
     graph: fx.Graph
     kinds: dict[str, tuple[str, Any]]
@@ -43,6 +43,7 @@ class Exported:
     no_loss: NoLoss | None = None
     extras: int = 0
     loss_path: str = ""
+    followed: tuple[str, ...] = ()
 
 
 class Captured(NamedTuple):

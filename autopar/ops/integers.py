@@ -14,9 +14,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from autopar.ir.call import OpCall, Operand
 from autopar.ir.ranges import Index, Range
-from autopar.ir.rule import Rule
 from autopar.ops.dialect import empty_like, graph_op, lifts, shapes
-from autopar.ops.labels import Maker
 from autopar.ops.pointwise import pointwise
 from autopar.ops.registry import define, named
 
@@ -36,17 +34,15 @@ in_range = graph_op(
 )(pointwise)
 
 
-@graph_op(
+expect = graph_op(
     "expect(Tensor condition, bool value) -> Tensor",
     lambda condition, value: condition.clone(),
     empty_like,
     free=True,
     home="rt.guards",
     told_source=True,
-)
-def expect(call: OpCall) -> Rule:
-    """A condition that must have the value it had for the example, whole on every rank."""
-    return Maker().rule([()], [()])
+)(pointwise)
+"""Conditions that must have the value that they had for the example, each element where it lies."""
 
 
 @lifts(aten.one_hot.default)
@@ -245,6 +241,9 @@ define(
 )
 define(*named("slice select gather index index_select diagonal unfold amax amin"), values=lambda c, r, _: r[0])
 define(*named("tril triu"), values=lambda c, r, _: r[0].joined(Range(0, 1)))
+define(
+    "aten.repeat_interleave.Tensor", values=_position, precision="follow"
+)  # places of rows, and not how often they come
 define("aten.arange", values=_arange)
 define("aten.full", values=_constant("fill_value"))
 define(*named("full_like new_full"), values=_constant("fill_value"))

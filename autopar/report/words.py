@@ -110,6 +110,8 @@ def report(program: Compiled) -> str:
         lines.append(f"trained on {path}, the only scalar with a gradient that the model returns")
     for known in program.captured.exported.known_blocks:
         lines.append(f"{known}: traced by a forward that was proven to give its values and gradients in float64")
+    for line in program.captured.exported.followed:
+        lines.append(f"goes the way of the example batch, and checks that every batch does: {line}")
     for op, rule in solver.discovered_rules.items():
         lines.append(f"rule of {op} found by experiment: {rule}")
     timings = program.timings

@@ -70,7 +70,7 @@ class Asked:
 
 def fingerprint(request: Request) -> Asked:
     """The hashes of a request, and of what is the same for every one."""
-    one = _Reader(_by_shape(request), request.options.branches == "as-example")
+    one = _Reader(_by_shape(request))
     values = _state(request)
     values["registered ops"] = _registered()
     values["torch's defaults"] = [torch.get_default_dtype(), torch.is_autocast_enabled("cpu")]
@@ -81,6 +81,18 @@ def fingerprint(request: Request) -> Asked:
         except Unknowable as error:
             unknown = unknown or str(error)
     return Asked(told, unknown)
+
+
+def key_of_batches(request: Request, asked: Asked) -> str:
+    """The hash of a request where the numbers of its example batches count too: a program that goes the example's way through
+    branches on data is one for examples that go it. Raises Unknowable."""
+    one = _Reader(set())
+    leaves = [leaf for batch in _batches(request) for leaf in flatten(batch)[0]]
+    return _hash(asked.key, *(one.digest(leaf, f"example input {i}") for i, leaf in enumerate(leaves)))
+
+
+def _batches(request: Request) -> list[Any]:
+    return [batch for one in (request, *request.entries.values()) for batch in (one.inputs, *one.buckets)]
 
 
 @functools.cache
@@ -107,7 +119,7 @@ def _state(record: Any) -> dict[str, Any]:
 def _by_shape(request: Request) -> set[int]:
     """The tensors of the model that a state dict has, and those of example inputs, by id."""
     steps = (request, *request.entries.values())
-    tensors = [leaf for one in steps for batch in (one.inputs, *one.buckets) for leaf in flatten(batch)[0]]
+    tensors = [leaf for batch in _batches(request) for leaf in flatten(batch)[0]]
     for layer in (layer for one in steps for layer in one.model.modules()):
         tensors += layer.parameters(recurse=False)
         tensors += [
@@ -180,11 +192,10 @@ def _texts(code: types.CodeType) -> set[str]:
 
 
 class _Reader:
-    """Hashes of values. by_shape: ids of tensors whose numbers do not count; numbers: where all count, as the example's way
-    through branches depends on them."""
+    """Hashes of values. by_shape: ids of tensors whose numbers do not count."""
 
-    def __init__(self, by_shape: set[int], numbers: bool) -> None:
-        self._by_shape, self._numbers = by_shape, numbers
+    def __init__(self, by_shape: set[int]) -> None:
+        self._by_shape = by_shape
         self._met: dict[Any, str] = {}
         self._kept: list[Any] = []
 
@@ -249,7 +260,7 @@ class _Reader:
 
     def _tensor(self, value: Tensor, by_shape: bool) -> str:
         like = repr((name_of(type(value)), value.dtype, tuple(value.shape), value.requires_grad, value.is_meta))
-        if value.is_meta or (by_shape and not self._numbers):
+        if value.is_meta or by_shape:
             return _hash("tensor", like)
         plain = value.detach().to("cpu").contiguous().reshape(-1)
         content = plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""

@@ -34,6 +34,7 @@ from autopar.cluster.here import Place, cluster_of, place_here
 from autopar.codegen.directory import write_directory
 from autopar.errors import AutoparError
 from autopar.plan import Plan
+from autopar.program import ParallelProgram
 from autopar.request import Request
 from autopar.runtime.comm.environment import started
 from autopar.runtime.comm.text_exchange import one_line
@@ -45,7 +46,7 @@ from autopar.runtime.run.meeting import default_store, joined, told
 from autopar.runtime.run.program_files import Compared, compare
 from autopar.runtime.update.update_rule import UpdateRule
 from autopar.script.cache import ONCE, cache_folder, keep, kept
-from autopar.script.fingerprint import Asked
+from autopar.script.fingerprint import Asked, key_of_batches
 
 POLL_S = 0.02
 ARGUMENTS = Compared(
@@ -124,7 +125,14 @@ def _first_program(request: Request, asked: Asked) -> Path:
             stacklevel=4,
         )
         return _for_this_run(request)
-    return kept(asked.key) or keep(asked.key, lambda directory: _write(request, directory))
+    if (directory := kept(asked.key)) is not None:
+        return directory
+    key = key_of_batches(request, asked)
+    if (directory := kept(key)) is not None:
+        return directory
+    program = compile_request(request)
+    followed = any(form.captured.exported.followed for form in program.forms)
+    return keep(key if followed else asked.key, lambda directory: _write(program, directory))
 
 
 def _same_program(request: Request, done: Mapping[str, Any]) -> Path:
@@ -136,20 +144,20 @@ def _same_program(request: Request, done: Mapping[str, Any]) -> Path:
     if directory is not None and (directory / "plan.json").read_text() == plan.to_json():
         return directory
     key = hashlib.sha256(f"{key} {plan.to_json()}".encode()).hexdigest()
-    return kept(key) or keep(key, lambda directory: _write(request.replaying(plan), directory))
+    return kept(key) or keep(key, lambda directory: _write(compile_request(request.replaying(plan)), directory))
 
 
 def _for_this_run(request: Request) -> Path:
     """A program that nobody will find again, which is deleted when this process ends."""
-    directory = keep(f"{ONCE}{uuid.uuid4().hex}", lambda directory: _write(request, directory))
+    directory = keep(f"{ONCE}{uuid.uuid4().hex}", lambda directory: _write(compile_request(request), directory))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return directory
 
 
-def _write(request: Request, directory: Path) -> None:
-    """Compile a request, and write its program without what the script has in memory: the model's weights, and what makes its
+def _write(program: ParallelProgram, directory: Path) -> None:
+    """Write a program without what the script has in memory: the model's weights, and what makes its
     optimizer."""
-    contents = compile_request(request).contents
+    contents = program.contents
     names = contents.state_names
     weights = {name: w.to("meta") if names[name] else w for name, w in contents.weights.items()}
     entries = {

@@ -19,8 +19,7 @@ models are tiny, so their plans say what the planner does with the architecture 
 
 {summary}
 
-`*`: with `Options(branches="as-example")`, which the refusal names: a branch on data goes the example's way, and a guard checks
-it. Seconds are those of capture, and CPU seconds of `autopar.compile` for 4 ranks as a whole. *Equal*: the largest difference
+`*`: a branch on data goes the example's way, and a guard checks that every batch does. Seconds are those of capture, and CPU seconds of `autopar.compile` for 4 ranks as a whole. *Equal*: the largest difference
 from eager.
 
 """
@@ -44,7 +43,7 @@ def page(rows: Iterable[Row], ranks: int = 4) -> str:
         equal = [row for row in tried if row["family"] == family and row["status"] == "equal"]
         parts.append(f"## {family}: {len(equal)} equal\n\n{COLUMNS}")
         for row in sorted(equal, key=lambda row: row["name"]):
-            star = " *" if row.get("options") else ""
+            star = " *" if row.get("followed") or row.get("options") else ""
             worst = max(row["chosen"], row["random"])
             plans = row.get("plans", {})
             cells = [f"{row['name']}{star}", f"{row['capture_s']:.1f} s", f"{worst:.0e}"]

@@ -44,7 +44,6 @@ from .case import Case
 
 FAMILIES = ("transformers", "diffusers", "plain")
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-AS_EXAMPLE = 'Options(branches="as-example")'
 NODES = (1, 8)
 SEARCH_S = 5.0
 """Seconds of a search after which the best plan so far is taken."""
@@ -62,7 +61,9 @@ def tried(case: Case, ranks: int) -> dict[str, Any]:
         return row | {"status": "unbuilt", "why": short(error)}
     begin = time.process_time()
     try:
-        program, row["options"] = compiled(model, batch, case, ranks)
+        cluster = autopar.ClusterSpec.local(ranks)
+        program = autopar.compile(model, cluster, batch, loss_fn=case.loss_fn, optimizer=SGD)
+        row["followed"] = list(program.captured.exported.followed)
         row["compile_cpu_s"] = round(time.process_time() - begin, 2)
         row |= {name: round(seconds, 2) for name, seconds in program.timings.items()}
         row["plan"] = program.plan.show_meshes()
@@ -76,19 +77,6 @@ def tried(case: Case, ranks: int) -> dict[str, Any]:
         return row | {"status": "broken", "kind": type(error).__name__, "why": short(error)}
     row["cpu_s"] = round(time.process_time() - begin, 2)
     return row | {"status": "equal" if max(row["chosen"], row["random"]) <= 1e-9 else "differs"}
-
-
-def compiled(model: nn.Module, batch: Any, case: Case, ranks: int) -> tuple[autopar.ParallelProgram, str]:
-    """The program, and the option that it took: the one that the refusal of a branch on data names."""
-    compile_it = functools.partial(
-        autopar.compile, model, autopar.ClusterSpec.local(ranks), batch, loss_fn=case.loss_fn, optimizer=SGD
-    )
-    try:
-        return compile_it(), ""
-    except autopar.CaptureError as error:
-        if AS_EXAMPLE not in str(error):
-            raise
-        return compile_it(options=autopar.Options(branches="as-example")), AS_EXAMPLE
 
 
 def plan_on(program: autopar.ParallelProgram, nodes: int) -> str:

@@ -23,14 +23,20 @@ def squares(out: Tensor) -> Tensor:
     return (out**2).sum()
 
 
-def capture(model: nn.Module, inputs: Any = (X,), loss_fn: Any = squares) -> Program:
+def capture(model: nn.Module, inputs: Any = (X,), loss_fn: Any = squares, branches: str = "guard") -> Program:
     inputs, targets = split_example(model, inputs, loss_fn)
-    return capture_program(model, inputs, loss_fn, targets)[0]
+    return capture_program(model, inputs, loss_fn, targets, branches=branches)[0]
 
 
-def refusal(model: nn.Module, inputs: Any = (X,), loss_fn: Any = squares, kind: type[Exception] = CaptureError) -> str:
+def refusal(
+    model: nn.Module,
+    inputs: Any = (X,),
+    loss_fn: Any = squares,
+    kind: type[Exception] = CaptureError,
+    branches: str = "guard",
+) -> str:
     with pytest.raises(kind) as caught:
-        capture(model, inputs, loss_fn)
+        capture(model, inputs, loss_fn, branches)
     return str(caught.value)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autopar
-from tests.capture.equal import Net, compiled
+from tests.capture.equal import SGD, Net, compiled
 
 X, IDS = torch.randn(4, 8), torch.randint(0, 8, (4, 6))
 
@@ -75,15 +75,18 @@ def marked_line(source: Any) -> int:
     return first + next(i for i, line in enumerate(lines) if "# here" in line)
 
 
-def refusal(model: nn.Module, batch: tuple[Tensor, ...] = (X,)) -> str:
+def refusal(model: nn.Module, batch: tuple[Tensor, ...] = (X,), branches: str = "guard") -> str:
+    options = autopar.Options(branches=branches)
     with pytest.raises(autopar.CaptureError) as caught:
-        compiled(model, batch, lambda out: out.sum())
+        autopar.compile(
+            model, autopar.ClusterSpec.local(2), batch, loss_fn=lambda out: out.sum(), optimizer=SGD, options=options
+        )
     return str(caught.value)
 
 
 @pytest.mark.parametrize("forward", [_branch, _tolist, _item, _nonzero, _unique, _loop])
 def test_data_dependent_control_flow_and_shapes_name_the_line_and_the_fix(forward: Callable[..., Tensor]) -> None:
-    message = refusal(Net(forward))
+    message = refusal(Net(forward), branches="refuse")
     assert re.search(rf"test_refusals\.py:{marked_line(forward)} in {forward.__name__}", message), message
     assert "depends on the data" in message
     assert "torch.where instead of if" in message
@@ -96,13 +99,13 @@ def test_data_dependent_expert_routing_names_the_line_and_the_static_form() -> N
 
 
 def test_data_dependence_inside_a_layer_of_torch_names_the_line_of_that_layer() -> None:
-    message = refusal(nn.Sequential(nn.Linear(8, 8), nn.SyncBatchNorm(8, momentum=None)))
+    message = refusal(nn.Sequential(nn.Linear(8, 8), nn.SyncBatchNorm(8, momentum=None)), branches="refuse")
     assert "batchnorm.py" in message
     assert "depends on the data" in message
 
 
 def test_a_refusal_prints_nothing_else(capfd: pytest.CaptureFixture[str]) -> None:
-    refusal(Net(_branch))
+    refusal(Net(_branch), branches="refuse")
     assert capfd.readouterr().err == ""
 
 
@@ -214,7 +217,7 @@ def test_an_error_of_the_model_itself_keeps_its_words_and_its_line() -> None:
 def test_the_model_is_as_before_after_a_refusal() -> None:
     model = Net(_branch)
     before = dict(model.named_parameters())
-    refusal(model)
+    refusal(model, branches="refuse")
     assert all(p is before[name] for name, p in model.named_parameters())
     assert F.linear(X, model.first.weight).shape == (4, 8)
 

@@ -19,7 +19,7 @@ from torch import nn
 import autopar
 from autopar.api import request_of
 from autopar.request import Request
-from autopar.script.fingerprint import Asked, fingerprint
+from autopar.script.fingerprint import Asked, fingerprint, key_of_batches
 
 MODEL = """
 import torch
@@ -210,11 +210,12 @@ def test_variables_of_the_environment_that_code_reads_count(tmp_path: Path, monk
     assert asked(model).parts["model"] != first.parts["model"]
 
 
-def test_the_numbers_of_a_batch_count_where_branches_follow_them(tmp_path: Path) -> None:
+def test_the_numbers_of_example_batches_count_in_a_key_of_their_own(tmp_path: Path) -> None:
     model = written(tmp_path).Block()
-    options = autopar.Options(branches="as-example")
-    assert asked(model, options=options).key == asked(model, options=options).key
-    assert asked(model, options=options).key != asked(model, options=options, seed=1).key
+    first, same, other = (request(model, seed=seed) for seed in (0, 0, 1))
+    keys = [key_of_batches(one, fingerprint(one)) for one in (first, same, other)]
+    assert keys[0] == keys[1] != keys[2]
+    assert fingerprint(first).key == fingerprint(other).key
 
 
 def test_what_cannot_be_seen_is_named(tmp_path: Path) -> None:

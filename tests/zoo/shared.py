@@ -27,8 +27,6 @@ from tests.zoo.models import ORIGIN
 
 MOST_KEPT = 40
 """Captures; the one that was asked for longest ago goes first."""
-AS_EXAMPLE = 7
-"""The place of `as_example` among what `capture_program` takes behind model and inputs."""
 
 
 def shared(capture_program: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,7 +38,10 @@ def shared(capture_program: Callable[..., Any]) -> Callable[..., Any]:
         if key is None:
             return capture_program(model, inputs, *rest)
         if key not in answers:
-            answers[key] = capture_program(model, inputs, *rest)
+            captured = capture_program(model, inputs, *rest)
+            if captured.exported.followed:  # numbers decided what was captured
+                return captured
+            answers[key] = captured
         answers.move_to_end(key)
         if len(answers) > MOST_KEPT:
             answers.popitem(last=False)
@@ -53,7 +54,7 @@ def key_of(model: nn.Module, inputs: Any, rest: tuple[Any, ...]) -> Hashable:
     """The name of a capture among all; None where it has none."""
     if model in ORIGIN:
         return ORIGIN[model], described(model), described_inputs(inputs), *map(hashable, rest)
-    if not SHARING.captures or rest[AS_EXAMPLE]:  # then numbers decide what is captured
+    if not SHARING.captures:
         return None
     modes = torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()
     text = io.BytesIO()

@@ -22,22 +22,22 @@ from autopar.capture.before.state import Change, State, state_of
 from autopar.capture.before.unsupported_state import check_inputs, check_model, check_written_buffers, shared_memory
 from autopar.capture.examples.trees import flatten, rebuild, tensors_of_extras
 from autopar.capture.explain import dynamic, dynamic_node, explain, first_line, quiet, user_frame
+from autopar.capture.export.example_way import along_the_example
 from autopar.capture.export.fake import fake_like, faked
 from autopar.capture.export.functional import check_writes, functional, traced_step
 from autopar.capture.export.named_constants import check_constants, named_by_content, same_constants
 from autopar.capture.export.parameters_with_grad import parameters_reached
 from autopar.capture.exported import Exported, Gives
+from autopar.capture.graph.conditions import guard_conditions
 from autopar.capture.known.known_blocks import known_forwards, prove
 from autopar.capture.while_traced import functions
 from autopar.capture.while_traced.autocast import check_outside
 from autopar.capture.while_traced.classes_without_module import classes_named
 from autopar.capture.while_traced.clocks import noted_clocks, same_graph
-from autopar.capture.while_traced.compiling import noted_questions
 from autopar.capture.while_traced.decisions import Condition, Decisions, decisions_of
 from autopar.capture.while_traced.scalar_outputs import NoLoss, loss_and_extras, path_among_others
 from autopar.capture.while_traced.watch import memory_of, watched
 from autopar.errors import AutoparError, CaptureError, InputError
-from autopar.ops.integers import expect
 
 
 @dataclass
@@ -96,7 +96,8 @@ class _Step(nn.Module):
     def _outputs(self, leaves: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], list[Condition]]:
         args, kwargs, targets = split_inputs(rebuild(self.structure, list(leaves)), self.targets, self.model)
         state = state_of(self.model, self.loss_fn)
-        with watched(self.model, self.owned, dict(zip(self.names, leaves, strict=True))) as watch:
+        ask = None if self.decisions is None else self.decisions.answer
+        with watched(self.model, self.owned, dict(zip(self.names, leaves, strict=True)), ask) as watch:
             with _assigned_buffers_written(self.model):
                 out = self.model(*args, **kwargs)
             loss, extras = loss_and_extras(out, self.loss_fn, targets, self.to_train)
@@ -203,27 +204,21 @@ def export_step(
     targets: int,
     mode: FakeTensorMode,
     pieces: int = 1,
-    as_example: bool = False,
+    branches: str = "guard",
     guards: bool = True,
     to_train: bool = False,
     gives: Gives = "step",
 ) -> Exported:
-    """Capture one step; the loss is divided by `pieces`. as_example: branches on data go the example's way. guards: see
-    Options; to_train: see `capture_program`. Raises CaptureError, InputError."""
+    """Capture one step; the loss is divided by `pieces`. branches, guards: see Options; to_train: see `capture_program`.
+    Where a trace asks what only data says, the step is traced again along the example's way.
+
+    Raises CaptureError, InputError."""
     check_outside()
     export = functools.partial(
-        _export_step, model, inputs, loss_fn, targets, mode, pieces, as_example, guards, to_train, gives
+        _export_step, model, inputs, loss_fn, targets, mode, pieces, guards=guards, to_train=to_train, gives=gives
     )
     with classes_named(model), known_forwards(model) as uses:
-        first = not as_example  # what a compiled model leaves out would become guards there
-        try:
-            with noted_questions(as_in_eager=first) as asked:
-                exported = export()
-        except CaptureError:
-            if not asked:
-                raise
-            with noted_questions(as_in_eager=not first):
-                exported = export()
+        exported = along_the_example(export, branches, guards)
     known_blocks, sometimes = prove(uses)
     return replace(exported, known_blocks=known_blocks, sometimes=sometimes)
 
@@ -235,11 +230,12 @@ def _export_step(
     targets: int,
     mode: FakeTensorMode,
     pieces: int,
-    as_example: bool,
+    follow: bool,
     guards: bool,
     to_train: bool,
     gives: Gives,
 ) -> Exported:
+    """follow: branches on data go the example's way."""
     leaves, names, structure = flatten(inputs)
     check_inputs(leaves, names)
     check_model(model, loss_fn)
@@ -247,7 +243,7 @@ def _export_step(
     step = _Step(model, loss_fn, structure, names, targets, pieces, to_train, gives)
     seen = step.seen
     step.training = model.training
-    if as_example:
+    if follow:
         step.decisions = decisions_of(step, leaves, lambda one, decisions: _run_example(one, leaves, decisions))
     _trace_into(loss_fn)
     sharing = shared_memory(model)
@@ -285,7 +281,7 @@ def _export_step(
     last = len(users) - len(seen.conditions)
     users, conditions = users[:last], users[last:]
     if guards:
-        _guard_conditions(exported.graph, conditions, seen.conditions)
+        guard_conditions(exported.graph, conditions, seen.conditions)
     kept_outputs = [n for n in exported.graph.output_node().args[0] if guards or n.name not in conditions]
     exported.graph.output_node().args = (tuple(kept_outputs),)
     constants = {_strip(k): v for k, v in exported.constants.items() if isinstance(v, torch.Tensor)}
@@ -312,6 +308,7 @@ def _export_step(
         no_loss=seen.no_loss,
         extras=seen.extras,
         loss_path=seen.loss_path,
+        followed=() if step.decisions is None else step.decisions.asked,
     )
 
 
@@ -375,17 +372,6 @@ def _later_changes(
     except Exception:  # what is found in the first trace is the better reason
         return None
     return seen.changes if alike else None
-
-
-def _guard_conditions(graph: fx.Graph, conditions: Sequence[str], values: Sequence[tuple[bool, str]]) -> None:
-    """The outputs that are conditions must be these values, which these lines ask for, when the program runs."""
-    nodes, output = {node.name: node for node in graph.nodes}, graph.output_node()
-    for name, (value, asked) in dict(zip(conditions, values, strict=True)).items():
-        condition = nodes[name]
-        with graph.inserting_after(condition):
-            expected = graph.call_function(expect, (condition, value))
-        expected.meta = {**condition.meta, "stack_trace": asked}
-        output.replace_input_with(condition, expected)
 
 
 def _strip(name: str) -> str:

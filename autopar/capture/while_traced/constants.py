@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autopar.capture.explain import refusal
+from autopar.capture.while_traced.data_numbers import Ask, Number
+from autopar.errors import DataError
 
 _MADE = (
     torch.full,
@@ -76,9 +78,9 @@ class Constants:
             torch.set_rng_state(state)
             return None
 
-    def with_output_size(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The named arguments of a call, with how many rows `repeat_interleave` gives where repeats are a constant. Raises
-        CaptureError where only data says."""
+    def with_output_size(self, func: Any, args: Any, kwargs: Any, ask: Ask | None) -> Any:
+        """The named arguments of a call, with how many rows `repeat_interleave` gives where repeats are a constant, or as many as
+        for the example where that may be asked. Raises DataError where only data says."""
         if func not in _REPEATS or kwargs.get("output_size") is not None:
             return kwargs
         names = ("repeats",) if len(args) + len(kwargs.keys() - {"output_size"}) == 1 else ("input", "repeats", "dim")
@@ -86,11 +88,17 @@ class Constants:
         repeats, x, dim = given.get("repeats", given.get("input")), given.get("input"), given.get("dim")
         if not isinstance(repeats, Tensor):
             return kwargs
-        value = self._value(repeats) if isinstance(repeats, FakeTensor) else repeats
+        value = self._value(repeats) if isinstance(repeats, FakeTensor) or ask is not None else repeats
+        if value is None and ask is not None:
+            total = repeats.sum()
+            if repeats.numel() == 1 and isinstance(x, Tensor) and x is not repeats:
+                total = total * (x.numel() if dim is None else x.shape[dim])
+            return {**kwargs, "output_size": int(ask(total, int))}
         if value is None:
             raise refusal(
                 "repeats rows as often as a tensor says (repeat_interleave), and how many there are then depends on the data",
                 "pass output_size=, their number, to which the repeats must always add up",
+                DataError,
             )
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             rows = int(value.sum())
@@ -100,10 +108,11 @@ class Constants:
 
     def see(self, func: Any, args: Any, kwargs: Any, result: Any, writes: bool) -> None:
         """Note what a call of torch computes of constants alone, and forget what it writes to."""
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        leaves = tree_leaves((args, kwargs))
+        tensors = [t for t in leaves if isinstance(t, Tensor)]
         name = getattr(func, "__name__", "")
         known = all(id(t) in self._made for t in tensors) and (bool(tensors) or func in _MADE) and "empty" not in name
-        known = known and not torch.is_autocast_enabled("cpu")
+        known = known and not torch.is_autocast_enabled("cpu") and not any(type(one) is Number for one in leaves)
         how = _Made(func, *tree_map_only(Tensor, lambda t: self._made[id(t)], (args, kwargs))) if known else None
         if writes or any(result is t for t in tensors):
             alone = self._forget(tensors)

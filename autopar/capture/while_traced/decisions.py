@@ -1,19 +1,17 @@
-"""Branches on data taken as the example takes them: `if not torch.isfinite(h).all(): …`, `assert lengths.max() <= n`.
+"""Branches on data go the example's way: `if not torch.isfinite(h).all(): …`, `assert lengths.max() <= n`, `range(int(n))`.
 
 The model runs once on the values of the example batch, and what its Python asks of tensors (the truth of a condition, a
 number) is noted in order. While it is traced, where tensors have no values, the same answers are given again, and what
 each answer depends on becomes one more output of the step: a condition, and the value that it must have at run time. So
 the program is that of every batch that goes the example's way, and any other batch stops it.
 
-A number (`.item()`) may be compared and computed with, which makes conditions like those of tensors; where Python needs
-the number itself (a size, a count of repetitions), it must be the example's.
+What numbers of the data (`.item()`, `.tolist()`) may be asked is said in `data_numbers.py`.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import operator
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,10 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture.explain import first_line, is_user_file, user_frame
+from autopar.capture.explain import first_line, is_user_file, refusal, user_frame
+from autopar.capture.while_traced.data_numbers import Answer, Number, filled, with_operands
 from autopar.errors import AutoparError, CaptureError, InputError
 
-Answer = bool | int | float
+MOST_LISTED = 1024
+"""Numbers of a tensor that becomes a list (`.tolist()`): every one that is asked about is a condition of its own."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,11 @@ class Decisions:
     conditions: list[Condition] = field(default_factory=list)
     _given: int = 0
     _recording: bool = False
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """The lines that ask, each once."""
+        return tuple(dict.fromkeys(" ".join(line.split()) for line, _ in self.answers))
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -92,8 +97,8 @@ def decisions_of(step: nn.Module, leaves: Sequence[Tensor], run: Callable[[nn.Mo
     for name, tensor in tensors.items():
         if tensor.is_meta or hasattr(tensor, "fake_mode"):
             raise InputError(
-                f'Options(branches="as-example") runs the model on the example batch, and {name} holds no values (a meta or '
-                "fake tensor); compile with weights and an example with values, or write branches with torch.where"
+                f"to follow it the model is run on the example batch, and {name} holds no values (a meta or fake tensor); "
+                "compile with weights and an example with values, or write the branch with torch.where"
             )
     decisions = Decisions(_recording=True)
     try:
@@ -119,19 +124,43 @@ class _Asked(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _ANSWERS and args[0].numel() == 1:
-            return self.decisions.answer(args[0], _ANSWERS[func])
-        if func is Tensor.item and args[0].dtype == torch.bool and args[0].numel() == 1:
-            return self.decisions.answer(args[0], bool)
-        if func is Tensor.item and args[0].numel() == 1 and not args[0].is_complex():
-            return Number(args[0].detach().reshape(()), self.decisions)
+        ask = self.decisions.answer
+        one = args[0] if args and isinstance(args[0], Tensor) and not args[0].is_complex() else None
+        if one is not None and one.numel() == 1:
+            if func in _ANSWERS:
+                return ask(one, _ANSWERS[func])
+            if func is Tensor.item:
+                return self._number(one)
+            if func is Tensor.__format__ and one.ndim == 0:
+                return format(self._number(one), *args[1:])
+        if func is Tensor.tolist and one is not None:
+            return self._listed(one)
         if func in _COMPARISONS:
-            return self.decisions.answer(_COMPARISONS[func](*args, **kwargs), bool)
+            return ask(_COMPARISONS[func](*args, **kwargs), bool)
+        if (result := filled(func, args, kwargs)) is not None:
+            return result
+        args, kwargs = with_operands(func, args, kwargs, ask)
         return func(*args, **kwargs)
+
+    def _number(self, tensor: Tensor) -> Any:
+        one = tensor.detach().reshape(())
+        return self.decisions.answer(one, bool) if one.dtype == torch.bool else Number(one, self.decisions.answer)
+
+    def _listed(self, tensor: Tensor) -> Any:
+        if tensor.numel() > MOST_LISTED:
+            raise refusal(
+                f"makes a list of {tensor.numel()} numbers of the data, and {MOST_LISTED} are the most",
+                "compute with the tensor itself",
+            )
+        return self._number(tensor) if tensor.ndim == 0 else [self._listed(row) for row in tensor.detach().unbind()]
 
 
 def _equal(a: Tensor, b: Tensor) -> Tensor:
     return (a == b).all() if a.shape == b.shape else torch.zeros((), dtype=torch.bool)
+
+
+def _contains(x: Tensor, element: Any) -> Tensor:
+    return (x == (element.tensor if type(element) is Number else element)).any()
 
 
 def _close(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -149,77 +178,10 @@ _ANSWERS: dict[Any, Callable[[Any], Answer]] = {
 _COMPARISONS: dict[Any, Callable[..., Tensor]] = {
     torch.equal: _equal,
     Tensor.equal: _equal,
+    Tensor.__contains__: _contains,
     torch.allclose: _close,
     Tensor.allclose: _close,
 }
-
-
-class Number:
-    """A number of the data, as `.item()` gives it: compared and computed with in its own tensor, and of the example's
-    value where Python needs it. What else is asked of it is an error."""
-
-    def __init__(self, tensor: Tensor, decisions: Decisions) -> None:
-        exact = torch.float64 if tensor.is_floating_point() else torch.int64
-        self.tensor, self.decisions = tensor.to(exact), decisions
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """The class that `isinstance` asks about: a number like that of `.item()`."""
-        return float if self.tensor.is_floating_point() else int
-
-    def __bool__(self) -> bool:
-        return bool(self.decisions.answer(self.tensor, bool))
-
-    def __int__(self) -> int:
-        return int(self.decisions.answer(self.tensor, int))
-
-    def __index__(self) -> int:
-        if self.tensor.is_floating_point():
-            raise TypeError("a float is no index")
-        return int(self)
-
-    def __float__(self) -> float:
-        return float(self.decisions.answer(self.tensor, float))
-
-    def __hash__(self) -> int:
-        return hash(int(self) if not self.tensor.is_floating_point() else float(self))
-
-    def __str__(self) -> str:
-        raise TypeError("a number that depends on the data has no text while the model is traced")
-
-    def __format__(self, how: str) -> str:
-        return str(self)
-
-    def _with(self, other: Any, f: Callable[[Any, Any], Tensor], swapped: bool = False) -> Any:
-        if type(other) is Number:
-            other = other.tensor
-        elif type(other) not in (bool, int, float):
-            return NotImplemented
-        own = self.tensor.double() if type(other) is float or f is operator.truediv else self.tensor  # not float32
-        return f(other, own) if swapped else f(own, other)
-
-
-def _computed(f: Callable[[Any, Any], Tensor], swapped: bool) -> Callable[[Number, Any], Any]:
-    def method(self: Number, other: Any) -> Any:
-        result = self._with(other, f, swapped)
-        return result if result is NotImplemented else Number(result, self.decisions)
-
-    return method
-
-
-def _compared(f: Callable[[Any, Any], Tensor]) -> Callable[[Number, Any], Any]:
-    def method(self: Number, other: Any) -> Any:
-        result = self._with(other, f)
-        return result if result is NotImplemented else bool(self.decisions.answer(result, bool))
-
-    return method
-
-
-for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(Number, f"__{_name}__", _compared(getattr(operator, _name)))
-for _name in ("add", "sub", "mul", "truediv"):
-    setattr(Number, f"__{_name}__", _computed(getattr(operator, _name), False))
-    setattr(Number, f"__r{_name}__", _computed(getattr(operator, _name), True))
 
 
 def asked_at() -> str:

@@ -40,6 +40,15 @@ def _ctc_loss(func: Any, hold: Hold) -> Callable[..., Tensor]:
     return run
 
 
+def _assert_async(func: Any, hold: Hold) -> Callable[..., None]:
+    """An assertion that no host waits for is one of the program's guards."""
+
+    def run(condition: Tensor, *message: str) -> None:
+        hold((condition != 0).reshape(()), True)
+
+    return run
+
+
 def _numbers(values: Tensor | Sequence[int]) -> Tensor:
     return values if isinstance(values, Tensor) else torch.tensor(list(values), dtype=torch.int64)
 
@@ -112,7 +121,8 @@ def cumulative(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-_REWRITTEN: dict[Any, Callable[[Any, Hold], Callable[..., Tensor]]] = {
+_REWRITTEN: dict[Any, Callable[[Any, Hold], Callable[..., Any]]] = {
+    torch._assert_async: _assert_async,
     F.ctc_loss: _ctc_loss,
     torch.ctc_loss: _ctc_loss,
     F.gaussian_nll_loss: _gaussian_nll_loss,

@@ -22,14 +22,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import _checkpoint_hook, _recomputation_hook
 
-from autopar.capture.explain import refusal
+from autopar.capture.explain import is_user_file, refusal
 from autopar.capture.while_traced.autocast import Regions
 from autopar.capture.while_traced.constants import UNKNOWN, Constants
+from autopar.capture.while_traced.data_numbers import TEXT, Ask
 from autopar.capture.while_traced.decisions import Condition, asked_at
 from autopar.capture.while_traced.random_branches import Drawn
 from autopar.capture.while_traced.rewritten import cumulative, rewritten
 from autopar.capture.while_traced.selected import selected
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, DataError
 
 Tensor = torch.Tensor
 _FIELDS: Any = torch.Tensor
@@ -68,13 +69,15 @@ def memory_of(model: nn.Module) -> dict[int, str]:
     return {_memory(p): name for name, p in model.named_parameters()}
 
 
-def watched(model: nn.Module, owned: dict[int, str] | None, inputs: Mapping[str, Tensor]) -> _Watch:
+def watched(
+    model: nn.Module, owned: dict[int, str] | None, inputs: Mapping[str, Tensor], ask: Ask | None = None
+) -> _Watch:
     """A context in which forward stops at what a graph cannot hold. Raises CaptureError inside.
 
     model: with fake parameters. owned: `memory_of` the model with its own ones; None where it runs with
-    these, on values. inputs: the batch, by name.
+    these, on values. inputs: the batch, by name. ask: for numbers that are to be the example's.
     """
-    return _Watch(model, owned, {_memory(tensor): name for name, tensor in inputs.items()})
+    return _Watch(model, owned, {_memory(tensor): name for name, tensor in inputs.items()}, ask)
 
 
 class _Watch(TorchFunctionMode):
@@ -82,9 +85,10 @@ class _Watch(TorchFunctionMode):
     in_inference: errors that hold where the program turns out to be for inference. held: conditions without which eager
     stops with an error of its own."""
 
-    def __init__(self, model: nn.Module, owned: dict[int, str] | None, inputs: dict[int, str]) -> None:
+    def __init__(self, model: nn.Module, owned: dict[int, str] | None, inputs: dict[int, str], ask: Ask | None) -> None:
         """inputs: the memory of each, and its name."""
         super().__init__()
+        self.ask = ask
         self.inputs = inputs
         self.model = model
         self.owned = owned
@@ -142,10 +146,10 @@ class _Watch(TorchFunctionMode):
             return rows
         if (truth := self.drawn.truth(func, args)) is not None:
             return truth
-        if self.owned is not None and (value := self.constants.answer(func, args)) is not UNKNOWN:
+        if (value := self.constants.answer(func, args)) is not UNKNOWN:
             return value
-        if self.owned is not None:
-            kwargs = self.constants.with_output_size(func, args, kwargs)
+        if self.owned is not None or self.ask is not None:
+            kwargs = self.constants.with_output_size(func, args, kwargs, self.ask)
         writes = _writes(func, kwargs)
         func, args, kwargs = rewritten(func, args, kwargs, self.hold)
         result = func(*args, **kwargs)
@@ -286,6 +290,17 @@ def _cast_already(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     return self
 
 
+def _without_text(text: Callable[..., str]) -> Callable[..., str]:
+    """The text of a number of the data, which the model may branch on and a trace does not know."""
+
+    def run(*args: Any) -> str:
+        if is_user_file(sys._getframe(1).f_code.co_filename):
+            raise refusal(*TEXT, DataError)
+        return text(*args)
+
+    return run
+
+
 def _enter_no_grad(self: Any) -> None:
     """Export does not see inference mode: it is traced as the `no_grad` that it is for values and gradients."""
     self.as_no_grad = torch.no_grad() if self.mode else nullcontext()
@@ -325,6 +340,11 @@ def _patched(in_inference: list[CaptureError]) -> Iterator[None]:
         mock.patch.object(nn.TransformerEncoder, "forward", _padded(nn.TransformerEncoder.forward, in_inference))
     )
     patches.append(mock.patch.object(_BatchNorm, "forward", cumulative(_BatchNorm.forward)))
+    patches += [
+        mock.patch.object(kind, name, _without_text(getattr(kind, name)))
+        for kind in (torch.SymInt, torch.SymFloat, torch.SymBool)
+        for name in ("__str__", "__repr__", "__format__")
+    ]
     for patch in patches:
         patch.start()
     try:

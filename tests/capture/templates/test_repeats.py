@@ -77,7 +77,13 @@ DATA: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("kind", DATA)
-def test_repeats_that_data_decides_are_refused_at_their_line(kind: str) -> None:
+def test_repeats_that_data_decides_are_as_many_as_the_examples_or_refused_at_their_line(kind: str) -> None:
+    model, ranks, refuse = Net(DATA[kind]), autopar.ClusterSpec.local(1), autopar.Options(branches="refuse")
     with pytest.raises(autopar.CaptureError, match=r"repeat_interleave.*pass output_size=") as refused:
-        autopar.compile(Net(DATA[kind]), autopar.ClusterSpec.local(1), (X,), optimizer=SGD)
+        autopar.compile(model, ranks, (X,), optimizer=SGD, options=refuse)
     assert "test_repeats.py" in str(refused.value)
+    program = autopar.compile(model, ranks, (X,), optimizer=SGD)
+    assert autopar.verify(program, model, (X,), steps=1).ok
+    if kind != "a buffer":
+        with pytest.raises(autopar.GuardError, match="test_repeats.py"):
+            program.run([(-X.abs(),)])

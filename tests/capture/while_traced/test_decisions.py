@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import autopar
 from tests.capture.equal import SGD, Net, square
 
-AS_EXAMPLE = autopar.Options(branches="as-example")
 Case = Callable[[Net, Tensor], Tensor]
 
 
@@ -114,7 +113,7 @@ def other(case: Case) -> Tensor:
 def compiled(request: pytest.FixtureRequest) -> tuple[Case, Net, autopar.Program]:
     torch.manual_seed(0)
     net = Net(request.param)
-    return request.param, net, autopar.compile(net, autopar.ClusterSpec.local(2), (example(),), options=AS_EXAMPLE)
+    return request.param, net, autopar.compile(net, autopar.ClusterSpec.local(2), (example(),))
 
 
 def test_a_batch_that_goes_the_way_of_the_example_gives_what_eager_gives(compiled: tuple[Case, Net, Any]) -> None:
@@ -129,9 +128,11 @@ def test_a_batch_that_goes_another_way_stops_at_the_line_that_asks(compiled: tup
         program.run([(other(case),)])
 
 
-def test_refusing_a_branch_says_how_to_take_it() -> None:
-    with pytest.raises(autopar.CaptureError, match=r'# here.*branches="as-example"'):
-        autopar.compile(Net(_if), autopar.ClusterSpec.local(2), (example(),))
+@pytest.mark.parametrize("asked", [{"branches": "refuse"}, {"guards": False}])
+def test_a_branch_that_nothing_would_check_is_refused_and_says_how_to_take_it(asked: dict[str, Any]) -> None:
+    with pytest.raises(autopar.CaptureError, match=r'# here.*branches="guard"') as raised:
+        autopar.compile(Net(_if), autopar.ClusterSpec.local(2), (example(),), options=autopar.Options(**asked))
+    assert ("guards=False" in str(raised.value)) == ("guards" in asked)
 
 
 class Layer(nn.Module):
@@ -149,9 +150,7 @@ class Layer(nn.Module):
 def test_blocks_that_decide_alike_are_one_template_and_train_like_eager_on_any_plan() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer() for _ in range(4)))
-    program = autopar.compile(
-        model, autopar.ClusterSpec.local(2), (example(),), loss_fn=square, optimizer=SGD, options=AS_EXAMPLE
-    )
+    program = autopar.compile(model, autopar.ClusterSpec.local(2), (example(),), loss_fn=square, optimizer=SGD)
     # the first has no gradient to give back
     assert sum(program.ir.multiplicity[name] == 3 for name in program.ir.templates) == 1
     bad = example()
@@ -188,23 +187,21 @@ def _fails(net: Net, x: Tensor) -> Tensor:
     return net.first(x)
 
 
-@pytest.mark.parametrize(
-    "case", [_formatted, _shown, _times_tensor, _listed, _nan, _fails], ids=lambda case: case.__name__
-)
+@pytest.mark.parametrize("case", [_formatted, _shown, _nan, _fails], ids=lambda case: case.__name__)
 def test_what_cannot_be_held_to_the_example_is_refused(case: Case) -> None:
     with pytest.raises(autopar.CaptureError, match=case.__name__):
-        autopar.compile(Net(case), autopar.ClusterSpec.local(2), (example(),), options=AS_EXAMPLE)
+        autopar.compile(Net(case), autopar.ClusterSpec.local(2), (example(),))
 
 
 def test_a_model_without_values_cannot_show_the_way() -> None:
     with pytest.raises(autopar.InputError, match="holds no values"):
-        autopar.compile(Net(_if).to("meta"), autopar.ClusterSpec.local(2), (example(),), options=AS_EXAMPLE)
+        autopar.compile(Net(_if).to("meta"), autopar.ClusterSpec.local(2), (example(),))
 
 
 def test_taking_the_way_of_the_example_leaves_the_model_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.random.get_rng_state()
-    autopar.compile(model, autopar.ClusterSpec.local(1), (example(),), options=AS_EXAMPLE)
+    autopar.compile(model, autopar.ClusterSpec.local(1), (example(),))
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -238,7 +238,7 @@ class Guarded(nn.Module):
 @pytest.mark.filterwarnings("error::autopar.runtime.step.cuda_graphs.CudaGraphWarning")
 def test_guards_inside_the_step_are_read_when_it_is_played() -> None:
     batches = [(torch.rand(8, 2),) for _ in range(STEPS)]
-    options = autopar.Options(branches="as-example")
+    options = autopar.Options(branches="guard")
     program = autopar.compile(Guarded(), autopar.ClusterSpec.local(1), batches[0], optimizer=SGD, options=options)
     assert sum("rt.guards." in line for line in program.sources[0].splitlines()) == 2
     assert_the_same(program, batches)
