@@ -26,7 +26,7 @@ def rewritten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], hold: Ho
     return (func, args, kwargs) if other is None else (other(func, hold), args, kwargs)
 
 
-_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "mean": Tensor.mean, "sum": Tensor.sum}
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "mean": torch.mean, "sum": torch.sum}
 
 
 def _ctc_loss(func: Any, hold: Hold) -> Callable[..., Tensor]:
