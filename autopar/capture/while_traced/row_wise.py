@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,11 +41,16 @@ class Rows:
 
 @dataclass(frozen=True)
 class RowWise:
-    """A function that treats rows one by one. results: where each tensor of its result has them. finite: rows of numbers that are
-    finite have finite results and gradients."""
+    """A function that treats rows one by one.
+
+    results: where each tensor of its result has them. finite: rows of numbers that are finite have finite results and gradients.
+    view: its results lie in the memory of its arguments. writes: leaves that it writes to in place.
+    """
 
     results: tuple[Rows, ...]
     finite: bool
+    view: bool
+    writes: tuple[int, ...]
 
 
 HOW_MANY = object()
@@ -74,7 +79,7 @@ def row_wise(func: Any, leaves: Sequence[Any], spec: TreeSpec, rows: Mapping[int
     return _KNOWN[key]
 
 
-_PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
+_PRIMES = (101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157, 163, 167, 173, 179, 181, 191, 193, 197, 199)
 
 
 def _found(func: Any, types: Sequence[Any], spec: TreeSpec, rows: Mapping[int, Rows], number: int) -> RowWise | str:
@@ -97,9 +102,30 @@ def _found(func: Any, types: Sequence[Any], spec: TreeSpec, rows: Mapping[int, R
                 fakes = [torch.empty(types[i].shape, dtype=types[i].dtype) for i in places]
                 captured = make_fx(run, pre_dispatch=True, _error_on_data_dependent_ops=True)(*fakes)
                 lifted = make_fx(_Lifted(captured).run, _error_on_data_dependent_ops=True)(*fakes)
-            return _followed(lifted.graph, [rows.get(i) for i in places], number)
+            memory = [[node.meta["val"].untyped_storage()._cdata for node in nodes] for nodes in _ends(captured.graph)]
+            writes = [place for place, at in zip(places, memory[0], strict=True) if at in _written(captured.graph)]
+            view = set(memory[1]) <= set(memory[0])
+            found = _followed(lifted.graph, [rows.get(i) for i in places], number)
+            return replace(found, view=view, writes=tuple(writes)) if isinstance(found, RowWise) else found
         except Exception as error:
             return first_line(str(error))
+
+
+def _ends(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Arguments and results of a graph."""
+    results = tree_leaves(graph.output_node().args[0])
+    return graph.find_nodes(op="placeholder"), [node for node in results if isinstance(node, fx.Node)]
+
+
+def _written(graph: fx.Graph) -> set[int]:
+    """The memory that a graph writes to in place."""
+    written = set()
+    for node in graph.nodes:
+        arguments = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
+        for argument, value in zip(arguments, node.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node):
+                written.add(value.meta["val"].untyped_storage()._cdata)
+    return written
 
 
 class _Lifted(fx.Interpreter):
@@ -129,18 +155,25 @@ def _followed(graph: fx.Graph, rows: Sequence[Rows | None], number: int) -> RowW
                 continue
             call = op_call(node)
             if all(at[n] is None for n in operands) or call.op.startswith("aten.new_"):
-                at[node] = _made(call, number) if isinstance(value, Tensor) else None
+                made = isinstance(value, Tensor) and (not operands or call.op.startswith("aten.new_"))
+                at[node] = _made(call, number) if made else None
                 continue
             at[node] = _passed(_canonical(call, node), [at[n] for n in operands], number)
             if at[node] is None:
                 return call.op
-            definition = find(call.op)
+            definition = find(_without_writing(call.op))
             finite = finite and definition is not None and definition.finite is not None and definition.finite(call)
     outputs = tree_flatten(graph.output_node().args[0])[0]
     results = [at.get(node) for node in outputs]
     if not results or any(one is None for one in results):
         return "a result that has no rows"
-    return RowWise(tuple(one for one in results if one is not None), finite)
+    return RowWise(tuple(one for one in results if one is not None), finite, False, ())
+
+
+def _without_writing(op: str) -> str:
+    """`aten.add.Tensor` of `aten.add_.Tensor`."""
+    space, name, *overload = op.split(".")
+    return ".".join((space, name.rstrip("_"), *overload)) if name.endswith("_") else op
 
 
 def _made(call: OpCall, number: int) -> Rows | None:
@@ -170,7 +203,7 @@ def _canonical(call: OpCall, node: fx.Node) -> OpCall:
 
 
 def _rule(call: OpCall) -> Rule:
-    definition = find(call.op)
+    definition = find(_without_writing(call.op))
     rule = definition.rule(call) if definition is not None and definition.rule is not None else discover(call)
     if rule is None:
         raise ValueError(f"no sharding rule of {call.op} is known")

@@ -61,15 +61,17 @@ def use(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 @dataclass
 class _Unselected:
     """The numbers that rows which are not selected hold, shared by views of one memory. zeros: zeros; finite: finite
-    ones, which were computed with slopes that are finite."""
+    ones, which were computed with slopes that are finite. written: whether selected rows were written to."""
 
     zeros: bool
     finite: bool
+    written: bool = False
 
 
 class Selected:
     """The rows of a tensor where a mask is true. x: all rows, in dim `rows.dim`, or in dims of the mask's own shape from there
-    on (`in_grid`). column: of indices, the dim of the mask in which they say where rows lie."""
+    on (`in_grid`). column: of indices, the dim of the mask in which they say where rows lie;
+    -1: every dim, one after the other."""
 
     def __init__(
         self,
@@ -80,20 +82,26 @@ class Selected:
         in_grid: bool = False,
         column: int | None = None,
     ) -> None:
-        self.x, self.mask, self.rows, self.in_grid, self.column = x, mask, rows, in_grid, column
+        self.x, self.mask, self.rows, self.in_grid, self._column = x, mask, rows, in_grid, column
         self.unselected = unselected or _Unselected(False, False)
 
     @staticmethod
     def of(x: Tensor, mask: RowMask, dim: int = 0, column: int | None = None) -> Selected:
         """The rows of x, whose dims from `dim` on are those of the mask."""
+        x = x if torch.is_grad_enabled() else _without_history(x)
         outside = mask.like(~mask.grid, x.ndim, dim)
         return Selected(x.masked_fill(outside, 0), mask, Rows(dim), _Unselected(True, True), True, column)
+
+    @property
+    def column(self) -> int | None:
+        return None if self.unselected.written else self._column
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         own, kwargs = USES.get(func) or _loss_of(func), kwargs or {}
         result = own(*args, **kwargs) if own is not None else NotImplemented
-        return applied(func, args, kwargs) if result is NotImplemented else result
+        result = applied(func, args, kwargs) if result is NotImplemented else result
+        return result if torch.is_grad_enabled() else tree_map_only(Tensor, _without_history, result)
 
     def __getattr__(self, name: str) -> Any:
         if name in _GIVEN:
@@ -166,53 +174,43 @@ def applied(func: Any, args: Any, kwargs: Any) -> Any:
     found = row_wise(func, plain, spec, {i: x.rows for i, x in enumerate(leaves) if isinstance(x, Selected)})
     if isinstance(found, str):
         raise refused(f"{name} ({found})")
-    written = _written(func, name, args, kwargs)
+    if any(not isinstance(leaves[i], Selected) for i in found.writes):
+        raise refused(f"{name}, which writes what it makes of them to other tensors,")
     divides = any(part in name for part in _DIVIDES)
-    values = [
-        number
-        if x is HOW_MANY
-        else x
-        if not isinstance(one, Selected)
-        else _operand(one, one is written, found.finite, divides)
-        for one, x in zip(leaves, plain, strict=True)
-    ]
+    values = list(plain)
+    for i, one in enumerate(leaves):
+        if plain[i] is HOW_MANY:
+            values[i] = number
+        elif isinstance(one, Selected):
+            values[i] = (
+                one.x if i in found.writes or (found.view and not found.writes) else one.safe(found.finite, divides)
+            )
+    for one in {id(leaves[i]): leaves[i] for i in found.writes}.values():
+        if not (found.finite and one.unselected.finite):
+            one.x.masked_fill_(one.outside(), 1)
+        one.unselected.zeros, one.unselected.finite, one.unselected.written = False, found.finite, True
     args, kwargs = tree_unflatten(values, spec)
     result = func(*args, **kwargs)
-    if written is not None:
-        written.unselected.zeros, written.unselected.finite = False, found.finite
-        return written
     places = iter(found.results)
-    states = [(one.x, one.unselected) for one in selections]
+    finite = found.finite and (not found.view or all(one.unselected.finite for one in selections))
 
     def selected(tensor: Tensor) -> Selected:
-        if not torch.is_grad_enabled():
-            tensor = tensor.detach()
-        shared = next((s for x, s in states if _same_memory(x, tensor)), None)
-        return Selected(tensor, mask, next(places), shared or _Unselected(False, found.finite))
+        tensor = tensor if torch.is_grad_enabled() else _without_history(tensor)
+        shared = next((one.unselected for one in selections if _same_memory(one.x, tensor)), None)
+        return Selected(tensor, mask, next(places), shared or _Unselected(False, finite))
 
     return tree_map_only(Tensor, selected, result)
-
-
-def _operand(one: Selected, written: bool, finite: bool, divides: bool) -> Tensor:
-    if not written:
-        return one.safe(finite, divides)
-    if not finite or not one.unselected.finite:
-        one.x.masked_fill_(one.outside(), 1)
-    return one.x
-
-
-def _written(func: Any, name: str, args: Any, kwargs: Any) -> Selected | None:
-    """The selection that a call writes to in place."""
-    first = args[0] if args else None
-    in_place = (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
-    in_place = in_place or (name.startswith("__i") and name in _IN_PLACE) or func is put
-    return first if in_place and isinstance(first, Selected) else None
 
 
 def put(x: Tensor, index: Any, value: Any) -> Tensor:
     """`x[index] = value`, and x."""
     x[index] = value
     return x
+
+
+def _without_history(x: Tensor) -> Tensor:
+    """A tensor made without gradients: export forgets `no_grad` inside regions of autocast."""
+    return x.detach() if x.is_floating_point() or x.is_complex() else x
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
@@ -237,7 +235,6 @@ def _operator(name: str) -> Callable[..., Any]:
 
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "matmul", "and", "or", "xor")
-_IN_PLACE = frozenset(f"__i{op}__" for op in _ARITHMETIC)
 for _name in (
     *(f"__{side}{op}__" for op in _ARITHMETIC for side in ("", "r", "i")),
     *(f"__{op}__" for op in ("neg", "abs", "lt", "le", "gt", "ge", "eq", "ne", "invert")),

@@ -100,9 +100,7 @@ def _places(mask: Any, as_tuple: Any, hold: Hold) -> Any:
     ]
     if as_tuple:
         return tuple(Selected.of(one, by, column=d) for d, one in enumerate(columns))
-    places = Selected.of(torch.stack(columns, -1), by)
-    places.column = -1  # all of them
-    return places
+    return Selected.of(torch.stack(columns, -1), by, column=-1)
 
 
 # --- of what is selected already

@@ -146,6 +146,8 @@ class _Watch(TorchFunctionMode):
             return func(*args, **kwargs)
         if (rows := selection(func, args, kwargs, self.hold)) is not None:
             return rows
+        if selected_back.set_rows(func, args, self.hold):
+            return None
         if (truth := self.drawn.truth(func, args)) is not None:
             return truth
         if self.owned is not None and (value := self.constants.answer(func, args)) is not UNKNOWN:
