@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Hold = Callable[[Tensor, bool], None]
-"""Called with a tensor without dims and its truth, which is checked when the program runs."""
 _COMPARES = frozenset(
     (
         "eq",
@@ -44,32 +42,46 @@ _COMPARES = frozenset(
 @dataclass(frozen=True, eq=False)
 class RowMask:
     """A mask of rows. grid: in its own shape, a copy of what the user has; key: of two masks that are the same as far as they are
-    flat; held: what the key names by its place in memory."""
+    flat; held: what the key names by its place in memory; masks: those of the same step."""
 
     grid: Tensor
     key: Any
     held: Any
-    hold: Hold
+    masks: RowMasks
 
     @functools.cached_property
     def flat(self) -> Tensor:
         return self.grid.flatten()
 
-    @functools.cached_property
+    @property
     def count(self) -> Tensor:
         """How many rows it selects, which stands for their number in sizes too."""
-        count = self.grid.sum()
-        count._selects_by = self  # type: ignore[attr-defined]
-        return count
+        if self.key not in self.masks.counts:
+            count = self.grid.sum()
+            count._selects_by = self  # type: ignore[attr-defined]
+            self.masks.counts[self.key] = count
+        return self.masks.counts[self.key]
 
     def like(self, mask: Tensor, ndim: int, dim: int) -> Tensor:
         """A mask in the dims from `dim` on of a tensor with so many."""
         return mask.reshape(*[1] * dim, *mask.shape, *[1] * (ndim - dim - mask.ndim))
 
-    @staticmethod
-    def of(mask: Tensor, hold: Hold) -> RowMask:
+
+@dataclass(frozen=True, eq=False)
+class RowMasks:
+    """The masks of a step, each once. hold: called with a tensor without dims and its truth, which is checked when the program
+    runs."""
+
+    hold: Callable[[Tensor, bool], None]
+    by_key: dict[Any, RowMask] = field(default_factory=dict)
+    counts: dict[Any, Tensor] = field(default_factory=dict)
+
+    def of(self, mask: Tensor) -> RowMask:
         """The mask as it is now."""
-        return RowMask(mask.clone(), key_of(mask), mask, hold)
+        key = key_of(mask)
+        if (key, mask.shape) not in self.by_key:
+            self.by_key[key, mask.shape] = RowMask(mask.clone(), key, mask, self)
+        return self.by_key[key, mask.shape]
 
 
 def count_of(value: Any) -> RowMask | None:

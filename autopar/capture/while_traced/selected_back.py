@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.capture.while_traced.row_masks import Hold, RowMask, key_of
+from autopar.capture.while_traced.row_masks import RowMask, RowMasks, key_of
 from autopar.capture.while_traced.selected import USES, Selected, asked, refused, use
 from autopar.capture.while_traced.selections import columns_of, mask_among, mask_of_rows
 
@@ -22,7 +22,7 @@ def _set(x: Any, index: Any, value: Any) -> None:
     return None
 
 
-def set_rows(func: Any, args: Any, hold: Hold) -> bool:
+def set_rows(func: Any, args: Any, masks: RowMasks) -> bool:
     """Whether a call writes a tensor to the rows that a mask selects; it is written. Its rows are those of the mask one after
     another, of which there must be as many, or one for all."""
     if func is not Tensor.__setitem__ or len(args) != 3 or not all(isinstance(args[i], Tensor) for i in (0, 2)):
@@ -38,12 +38,12 @@ def set_rows(func: Any, args: Any, hold: Hold) -> bool:
     if value.ndim == features + 1 and value.shape[0] == 1:
         value = value[0]
     if value.ndim == features + 1:
-        hold(mask.sum() == value.shape[0], True)
+        masks.hold(mask.sum() == value.shape[0], True)
         order = (mask.flatten().cumsum(0) - 1).clamp(0, value.shape[0] - 1)
         value = value.index_select(0, order).unflatten(0, mask.shape)
     elif value.ndim > features:
         return False
-    by = RowMask.of(mask, hold)
+    by = masks.of(mask)
     x.copy_(torch.where(by.like(by.grid, x.ndim, dim), value, x))
     return True
 

@@ -131,7 +131,7 @@ def _extreme(name: str) -> Callable[..., Any]:
             return NotImplemented
         if dim is not None and name in ("max", "min"):
             raise refused(f"{name} over dim {dim}, with places,")
-        input.mask.hold(input.mask.count > 0, True)  # eager has no extreme of nothing
+        input.mask.masks.hold(input.mask.count > 0, True)  # eager has no extreme of nothing
         limit = torch.finfo(input.dtype) if input.is_floating_point() else torch.iinfo(input.dtype)
         lowest = -math.inf if input.is_floating_point() else limit.min
         value = lowest if name.endswith("max") else -lowest if input.is_floating_point() else limit.max
@@ -255,7 +255,7 @@ def _batch_norm(
     dims = [0, *range(2, input.flat().ndim)]
     shape = [1, -1, *[1] * (input.ndim - 2)]
     number = _terms(input, dims)
-    input.mask.hold(number > 1, True)  # as torch asks of a batch
+    input.mask.masks.hold(number > 1, True)  # as torch asks of a batch
     middle, spread = mean(input, dims), var(input, dims, False)
     with torch.no_grad():
         if running_mean is not None and running_var is not None:

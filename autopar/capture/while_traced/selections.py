@@ -8,25 +8,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.capture.while_traced.row_masks import Hold, RowMask, count_of
+from autopar.capture.while_traced.row_masks import RowMask, RowMasks, count_of
 from autopar.capture.while_traced.selected import Selected, applied, put, refused, same_mask, use
 
 _FACTORIES = (torch.zeros, torch.ones, torch.full, torch.empty, torch.rand, torch.randn)
 _FACTORIES += (Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty)  # type: ignore[assignment]
+_SAME = {Tensor.__eq__: True, Tensor.eq: True, Tensor.__ne__: False, Tensor.ne: False}
+"""Comparisons of the number of rows with itself, as shapes are compared."""
 _PLACES = (torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
 
 
-def selection(func: Any, args: Any, kwargs: Any, hold: Hold) -> Any:
+def selection(func: Any, args: Any, kwargs: Any, masks: RowMasks) -> Any:
     """The rows that a call of torch selects of plain tensors; None for a call that selects nothing."""
     if func in (Tensor.masked_select, torch.masked_select):
         given = dict(zip(("input", "mask"), args, strict=False)) | kwargs
-        return _elements(given.get("input"), given.get("mask"), hold)
+        return _elements(given.get("input"), given.get("mask"), masks)
     if func is Tensor.__getitem__ and len(args) == 2:
-        return _indexed(args[0], args[1], hold)
+        return _indexed(args[0], args[1], masks)
+    if func in _SAME and len(args) == 2 and args[0] is args[1] and count_of(args[0]) is not None:
+        return _SAME[func]
     if func in _PLACES and args:
-        return _places(args[0], kwargs.get("as_tuple", len(args) > 1 and args[1]), hold)
+        return _places(args[0], kwargs.get("as_tuple", len(args) > 1 and args[1]), masks)
     if func in (torch.where, Tensor.where) and len(args) == 1 and not kwargs:
-        return _places(args[0], True, hold)
+        return _places(args[0], True, masks)
     if func in _FACTORIES:
         sizes = (*args, kwargs.get("size"))
         if any(count_of(n) for size in sizes for n in (size if isinstance(size, (tuple, list)) else (size,))):
@@ -47,7 +51,7 @@ def mask_among(index: Any) -> tuple[int, Tensor] | None:
     return (at, mask) if mask.dtype == torch.bool and mask.ndim else None
 
 
-def _indexed(x: Any, index: Any, hold: Hold) -> Selected | None:
+def _indexed(x: Any, index: Any, masks: RowMasks) -> Selected | None:
     if not isinstance(x, Tensor):
         return None
     if isinstance(index, list) and len(index) == 1:
@@ -63,21 +67,21 @@ def _indexed(x: Any, index: Any, hold: Hold) -> Selected | None:
     rest = entries[dim + 1 :]
     if not all(one is Ellipsis or isinstance(one, slice) or type(one) is int for one in rest):
         return None
-    rows = Selected.of(x, RowMask.of(mask, hold), dim)
+    rows = Selected.of(x, masks.of(mask), dim)
     whole = all(one is Ellipsis or one == slice(None) for one in rest)
     return rows if whole else rows[(*[slice(None)] * (dim + 1), *rest)]  # type: ignore[index]
 
 
-def _elements(x: Any, mask: Any, hold: Hold) -> Selected | None:
+def _elements(x: Any, mask: Any, masks: RowMasks) -> Selected | None:
     """Single elements: rows that a mask of single columns selects are flattened."""
     if not (isinstance(x, Tensor) and isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.ndim):
         return None
     rows = mask_of_rows(mask, x)
     if rows is not None and rows.ndim < x.ndim:
-        return Selected.of(x, RowMask.of(rows, hold)).flatten()
+        return Selected.of(x, masks.of(rows)).flatten()
     if x.shape != mask.shape:
         x, mask = torch.broadcast_tensors(x, mask)
-    return Selected.of(x, RowMask.of(mask, hold))
+    return Selected.of(x, masks.of(mask))
 
 
 def mask_of_rows(mask: Tensor, x: Tensor) -> Tensor | None:
@@ -89,11 +93,11 @@ def mask_of_rows(mask: Tensor, x: Tensor) -> Tensor | None:
     return mask if mask.shape == x.shape[: mask.ndim] else None
 
 
-def _places(mask: Any, as_tuple: Any, hold: Hold) -> Any:
+def _places(mask: Any, as_tuple: Any, masks: RowMasks) -> Any:
     """Where a mask is true: one column of indices for each of its dims."""
     if not isinstance(mask, Tensor) or not mask.ndim:
         return None
-    by = RowMask.of(mask if mask.dtype == torch.bool else mask != 0, hold)
+    by = masks.of(mask if mask.dtype == torch.bool else mask != 0)
     lines = [torch.arange(n, device=mask.device) for n in mask.shape]
     columns = [
         line.reshape(*[1] * d, -1, *[1] * (mask.ndim - 1 - d)).expand(mask.shape) for d, line in enumerate(lines)
@@ -184,7 +188,7 @@ def _part(x: Selected, which: Selected) -> Selected:
 def part_of(mask: RowMask, which: Selected) -> RowMask:
     """The mask of the rows of another one where `which` is true too."""
     both = mask.flat & which.filled(0)
-    return RowMask(both, ("of", mask.key, id(which), which.x._version), (mask.held, which), mask.hold)
+    return RowMask(both, ("of", mask.key, id(which), which.x._version), (mask.held, which), mask.masks)
 
 
 @use(Tensor.__setitem__)
@@ -206,10 +210,10 @@ def _cat(tensors: Any, dim: int = 0) -> Any:
     masks: list[Any] = []
     for one in given:
         everything = torch.ones(one.shape[rows.dim], dtype=torch.bool) if isinstance(one, Tensor) else None
-        masks.append(one.mask if everything is None else RowMask.of(everything, selections[0].mask.hold))
+        masks.append(one.mask if everything is None else selections[0].mask.masks.of(everything))
     joined = torch.cat([mask.flat for mask in masks])
     key = "cat", tuple(mask.key for mask in masks)
-    mask = RowMask(joined, key, masks, selections[0].mask.hold)
+    mask = RowMask(joined, key, masks, selections[0].mask.masks)
     return Selected.of(
         torch.cat([one.flat() if isinstance(one, Selected) else one for one in given], dim), mask, rows.dim
     )

@@ -29,7 +29,7 @@ from autopar.capture.while_traced.constants import UNKNOWN, Constants
 from autopar.capture.while_traced.decisions import Condition, asked_at
 from autopar.capture.while_traced.random_branches import Drawn
 from autopar.capture.while_traced.rewritten import cumulative, rewritten
-from autopar.capture.while_traced.row_masks import note
+from autopar.capture.while_traced.row_masks import RowMasks, note
 from autopar.capture.while_traced.selected import Selected
 from autopar.capture.while_traced.selections import selection
 from autopar.errors import CaptureError
@@ -97,6 +97,7 @@ class _Watch(TorchFunctionMode):
         self.regions = Regions()
         self.drawn = Drawn()
         self.constants = Constants()
+        self.masks = RowMasks(self.hold)
 
     def __enter__(self) -> Any:
         self.patches = _patched(self.in_inference)
@@ -144,9 +145,9 @@ class _Watch(TorchFunctionMode):
         if Selected in types:
             func, args, kwargs = rewritten(func, args, kwargs, self.hold)
             return func(*args, **kwargs)
-        if (rows := selection(func, args, kwargs, self.hold)) is not None:
+        if (rows := selection(func, args, kwargs, self.masks)) is not None:
             return rows
-        if selected_back.set_rows(func, args, self.hold):
+        if selected_back.set_rows(func, args, self.masks):
             return None
         if (truth := self.drawn.truth(func, args)) is not None:
             return truth
