@@ -15,6 +15,7 @@ from autopar.ops import (  # noqa: F401  each is imported for the ops that it re
     ctc,
     embedding,
     experts,
+    finite,
     grouped,
     head_loss,
     indexing,

@@ -251,6 +251,9 @@ class OpDef:
         values(call, ranges, result): the range of an integer result, by its number, from those of the operands (numbers
             that are no integers have the range `ANY`). None: not known.
         rearranges: its result has the elements of its operands, all of them and no others.
+    Numbers:
+        finite(call): whether of finite operands its results and gradients are finite too, short of an overflow. None: it is not
+            known to.
     Printing:
         home: the module of the runtime, or of the emitted program, that has its function.
         factory: it makes a tensor out of none and must be told the device.
@@ -295,6 +298,7 @@ class OpDef:
     indexes: Callable[[OpCall], tuple[Index, ...]] | None = field(default=None, compare=False)
     values: Callable[[OpCall, tuple[Range, ...], int], Range | None] | None = field(default=None, compare=False)
     rearranges: bool = False
+    finite: Callable[[OpCall], bool] | None = field(default=None, compare=False)
     home: str = "ops"
     factory: bool = False
     key_argument: int | None = None

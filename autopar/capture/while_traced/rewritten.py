@@ -26,7 +26,7 @@ def rewritten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], hold: Ho
     return (func, args, kwargs) if other is None else (other(func, hold), args, kwargs)
 
 
-_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "mean": Tensor.mean, "sum": Tensor.sum}
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "mean": torch.mean, "sum": torch.sum}
 
 
 def _ctc_loss(func: Any, hold: Hold) -> Callable[..., Tensor]:
@@ -59,12 +59,12 @@ def _gaussian_nll_loss(func: Any, hold: Hold) -> Callable[..., Tensor]:
     def run(
         input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
     ) -> Tensor:
-        if not isinstance(var, Tensor):
+        if isinstance(var, (int, float)):
             return func(input, target, var, full, eps, reduction)
         hold((var < 0).any(), False)
         if var.shape != input.shape and input.shape[:-1] == var.shape:
             var = var.unsqueeze(-1)
-        differ = [m for n, m in zip(input.shape, var.shape, strict=False) if n != m]
+        differ = [m for n, m in zip(input.shape, var.shape, strict=False) if n is not m and n != m]
         if input.ndim != var.ndim or differ not in ([], [1]) or reduction not in _REDUCTIONS:
             raise ValueError(
                 f"gaussian_nll_loss of {tuple(input.shape)} takes no var of {tuple(var.shape)}, {reduction!r}"

@@ -23,13 +23,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import _checkpoint_hook, _recomputation_hook
 
 from autopar.capture.explain import is_user_file, refusal
+from autopar.capture.while_traced import selected_back, selected_sums  # noqa: F401  for the functions that they register
 from autopar.capture.while_traced.autocast import Regions
 from autopar.capture.while_traced.constants import UNKNOWN, Constants
 from autopar.capture.while_traced.data_numbers import TEXT, Ask
 from autopar.capture.while_traced.decisions import Condition, asked_at
 from autopar.capture.while_traced.random_branches import Drawn
 from autopar.capture.while_traced.rewritten import cumulative, rewritten
-from autopar.capture.while_traced.selected import selected
+from autopar.capture.while_traced.row_masks import RowMasks, note
+from autopar.capture.while_traced.selected import Selected
+from autopar.capture.while_traced.selections import selection
 from autopar.errors import CaptureError, DataError
 
 Tensor = torch.Tensor
@@ -98,6 +101,7 @@ class _Watch(TorchFunctionMode):
         self.regions = Regions()
         self.drawn = Drawn()
         self.constants = Constants()
+        self.masks = RowMasks(self.hold)
 
     def __enter__(self) -> Any:
         self.patches = _patched(self.in_inference)
@@ -142,8 +146,13 @@ class _Watch(TorchFunctionMode):
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if self.owned is not None and isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
                     self._check_hidden(tensor, self.owned)
-        if self.owned is not None and (rows := selected(func, args)) is not None:
+        if Selected in types:
+            func, args, kwargs = rewritten(func, args, kwargs, self.hold)
+            return func(*args, **kwargs)
+        if (rows := selection(func, args, kwargs, self.masks)) is not None:
             return rows
+        if selected_back.set_rows(func, args, self.masks):
+            return None
         if (truth := self.drawn.truth(func, args)) is not None:
             return truth
         if (value := self.constants.answer(func, args)) is not UNKNOWN:
@@ -154,6 +163,7 @@ class _Watch(TorchFunctionMode):
         func, args, kwargs = rewritten(func, args, kwargs, self.hold)
         result = func(*args, **kwargs)
         self.drawn.see(func, args, result)
+        note(func, args, kwargs, result)
         self.constants.see(func, args, kwargs, result, writes)
         return result if writes else self.regions.detached(result)
 
