@@ -149,6 +149,7 @@ def test_random_plans_of_the_largest_bucket_carry_the_others(seed: int) -> None:
     assert_equal(other, model(), EPOCH)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", ["solver", "interleaved"])
 def test_buckets_store_parameters_alike_and_nothing_else_is_given(plan: str) -> None:
     program = program_of(plan, 4)
