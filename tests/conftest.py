@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from tests.zoo.models import BY_NAME, ZooModel
 from tests.zoo.shared import shared
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background job, and so in all that tests start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, which nothing has done yet
 gc.set_threshold(

@@ -38,9 +38,11 @@ def compiled(width: int, **options: Any) -> autopar.ParallelProgram:
 
 
 def held(value: Any) -> Iterator[tuple[str, int]]:
-    """Entries of a cache or a collection that a name of a module stands for, or that its function keeps."""
+    """Entries of a cache or a collection that a name of a module stands for, or that its function keeps. A cache that forgets
+    may have entries by size of a dim."""
     if isinstance(value, functools._lru_cache_wrapper):
-        yield "", value.cache_info().currsize
+        if value.cache_info().maxsize is None:
+            yield "", value.cache_info().currsize
     elif isinstance(value, (dict, list, set, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)):
         yield "", len(value)
     elif callable(value) and hasattr(value, "__wrapped__"):

@@ -101,7 +101,7 @@ def test_a_rank_that_does_not_help_is_idle_and_the_report_says_why() -> None:
     assert result.max_error <= 1e-9
 
 
-@pytest.mark.parametrize("rows", [ROWS, 7])
+@pytest.mark.parametrize("rows", [ROWS, pytest.param(7, marks=pytest.mark.slow)])
 def test_a_rank_more_never_makes_a_step_slower(rows: int) -> None:
     steps_s = [compiled(ranks, rows).predicted.step_time_s for ranks in range(1, 9)]
     assert steps_s == sorted(steps_s, reverse=True)
@@ -128,7 +128,7 @@ def test_buckets_have_the_same_ranks() -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("ranks", [5, 4])
+@pytest.mark.parametrize("ranks", [5, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_ranks_that_are_started_end_well(ranks: int, tmp_path: Path) -> None:
     out = compiled(5).save(tmp_path / "out", also=[2])
     assert manifest_for(out, 2).started == 2

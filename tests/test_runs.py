@@ -45,7 +45,7 @@ def in_runs(program: autopar.ParallelProgram) -> set[str]:
     return {n for stage in program.plan.stages for n, p in stage.parameters.items() if p.optimizer.run}
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("ranks", [3, 5, 6, 7])
 @pytest.mark.parametrize(("strategy", "microbatches"), [("zero1", 1), ("zero2", 4), ("zero3", 2)])
 def test_what_divides_by_no_number_of_ranks_is_shared_by_all(ranks: int, strategy: str, microbatches: int) -> None:
@@ -362,6 +362,7 @@ def equal_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) ->
     return all(torch.equal(value, right[name]) for name, value in left.items())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "dp"), (2, "zero3"), (5, "zero1"), (6, "zero3")])
 def test_threads_read_the_bits_that_processes_saved(saved: Path, ranks: int, strategy: str) -> None:
     full = torch.load(saved / "full.pt")
@@ -373,7 +374,7 @@ def test_what_torch_alone_writes_of_runs_is_the_same(saved: Path) -> None:
     assert all(torch.equal(stored.read(name), value) for name, value in full.items() if value.dim())
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("ranks", "strategy"), [(2, "zero1"), (4, "zero3"), (2, "dp")])
 def test_processes_read_and_write_the_same_bits_in_other_runs(
     saved: Path, ranks: int, strategy: str, tmp_path: Path
@@ -392,6 +393,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:save")
 def test_a_run_goes_on_with_other_runs_of_elements(home: Path, tmp_path: Path) -> None:

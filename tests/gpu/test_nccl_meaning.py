@@ -121,7 +121,8 @@ def step_lines(said: str) -> list[list[str]]:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("name", [pytest.param("skip", marks=pytest.mark.slow), "rewind"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GOES_ON)
 def test_what_listeners_do_about_a_loss_is_what_they_do_over_gloo(out, tmp_path, name):
     """Losses that are read late take back one step more, and its batch."""
     how, late_over_gloo, said = GOES_ON[name]

@@ -130,7 +130,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_the_emitted_directory_carries_the_ops_and_runs_without_autopar(tmp_path: Path) -> None:
-    program = compiled(2)
+    program = compiled(1)
     out = tmp_path / "out"
     program.save(out)
     source = (out / "user_ops.py").read_text()
@@ -147,22 +147,7 @@ def test_the_emitted_directory_carries_the_ops_and_runs_without_autopar(tmp_path
         if not entry.name.startswith(("autopar", "__editable__", "_virtualenv")) and entry.suffix != ".pth":
             (packages / entry.name).symlink_to(entry)
     environment = {**os.environ, "PYTHONPATH": str(packages), "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        "-S",
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "--no-python",
-        sys.executable,
-        "-S",
-        str(probe),
-        str(out / "run.py"),
-        "--steps",
-        "2",
-    ]
+    command = [sys.executable, "-S", str(probe), str(out / "run.py"), "--steps", "2"]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150, check=False
     )

@@ -150,7 +150,7 @@ def test_a_gradient_is_cast_before_it_is_reduced_whatever_the_plan() -> None:
     seen = 0
     for name in ("bert", "vit"):
         program = compiled(BY_NAME[name], ranks=4)
-        for seed in range(8):
+        for seed in range(4):
             plan = autopar.random_plan(program, seed)
             for stage in program.with_plan(plan).stages:
                 for template in stage.templates.values():

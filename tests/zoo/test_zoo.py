@@ -56,21 +56,21 @@ def test_the_model_is_seeded_and_trains_in_eager(zoo: ZooModel) -> None:
     assert bool(silent) == bool(zoo.tags & {"unused", "frozen"}), silent
 
 
-@pytest.mark.few(11)
+@pytest.mark.few(8)
 @every_model
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_training_equals_one_device(zoo: ZooModel, ranks: int) -> None:
     assert_equal_to_one_device(zoo, compiled(zoo.name, ranks))
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @every_model
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_inference_equals_one_device(zoo: ZooModel, ranks: int) -> None:
     assert_equal_to_one_device(zoo, compiled(zoo.name, ranks, training=False), training=False)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @every_model
 def test_inference_returns_the_tree_that_the_model_returns(zoo: ZooModel) -> None:
     program = compiled(zoo.name, 2, training=False)

@@ -39,17 +39,20 @@ def check(cases: Iterable[Workload]) -> None:
     assert not differ, "\n".join(differ)
 
 
-def test_layouts_of_every_kind_are_answered_alike() -> None:
-    check(
-        [
-            agree_cases.case(SMALL, 3, 2, dp=3, zero=3),
-            agree_cases.case(SMALL, 4, 4, dp=4, zero=2),
-            agree_cases.case(SMALL, 8, 1, dp=2, tp=4, zero=1, recompute="selective"),
-            agree_cases.case(replace(SMALL, layers=4), 2, 4, pp=2, recompute="full"),
-            agree_cases.case(replace(agree_cases.MIXTURE, layers=2), 4, 2, dp=4, ep=4),
-            agree_cases.case(replace(SMALL, seq_len=1 << 18), 1),
-        ]
-    )
+LAYOUTS = [
+    agree_cases.case(SMALL, 3, 2, dp=3, zero=3),
+    agree_cases.case(SMALL, 4, 4, dp=4, zero=2),
+    agree_cases.case(SMALL, 8, 1, dp=2, tp=4, zero=1, recompute="selective"),
+    agree_cases.case(replace(SMALL, layers=4), 2, 4, pp=2, recompute="full"),
+    agree_cases.case(replace(agree_cases.MIXTURE, layers=2), 4, 2, dp=4, ep=4),
+    agree_cases.case(replace(SMALL, seq_len=1 << 18), 1),
+]
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("at", range(len(LAYOUTS)))
+def test_layouts_of_every_kind_are_answered_alike(at: int) -> None:
+    check([LAYOUTS[at]])
 
 
 @pytest.mark.few(3)
@@ -71,16 +74,19 @@ def test_published_layouts_are_answered_alike(part: int, tmp_path: Path) -> None
     check(map(shallow, list(agree_cases.published(str(SAMPLE)))[part::4]))
 
 
-def test_unequal_parts_are_answered_alike() -> None:
-    check(
-        [
-            agree_cases.rows(agree_cases.case(SMALL, 5, micro_batch=4, dp=5, zero=3), 17),
-            agree_cases.case(replace(agree_cases.SMALL_GPT, vocab=50257), 8, tp=8),
-            agree_cases.case(agree_cases.SMALL_GPT, 8, dp=2, tp=4, zero=3),
-            agree_cases.case(replace(agree_cases.SMALL_MIXTURE, experts=7), 8, 2, dp=2, tp=4, zero=1),
-            agree_cases.case(SMALL, 5, tp=5),
-        ]
-    )
+UNEQUAL = [
+    agree_cases.rows(agree_cases.case(SMALL, 5, micro_batch=4, dp=5, zero=3), 17),
+    agree_cases.case(replace(agree_cases.SMALL_GPT, vocab=50257), 8, tp=8),
+    agree_cases.case(agree_cases.SMALL_GPT, 8, dp=2, tp=4, zero=3),
+    agree_cases.case(replace(agree_cases.SMALL_MIXTURE, experts=7), 8, 2, dp=2, tp=4, zero=1),
+    agree_cases.case(SMALL, 5, tp=5),
+]
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("at", range(len(UNEQUAL)))
+def test_unequal_parts_are_answered_alike(at: int) -> None:
+    check([UNEQUAL[at]])
 
 
 def test_a_mesh_that_leaves_no_choice_hides_none_with_shares() -> None:

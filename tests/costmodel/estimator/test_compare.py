@@ -29,7 +29,7 @@ TINY_MOE = replace(TINY, experts=4, topk=2, first_dense_layers=1)
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param([*SAMPLE[3:35:4], SAMPLE[22], SAMPLE[36]], id="a fourth"),
+        pytest.param([*SAMPLE[3:35:8], SAMPLE[22], SAMPLE[36]], id="a sixth"),
         pytest.param(SAMPLE, id="all", marks=pytest.mark.slow),
     ],
 )

@@ -155,7 +155,7 @@ def _by_pair(logs: Sequence[RankLog], kind: str) -> dict[tuple[str, int, int], l
 def stuck(logs: Sequence[RankLog], blocking: bool = False) -> list[Finding]:
     """The first unit of every rank that never ends, where there are any. blocking: every unit waits for the one before it."""
     units = {(log.rank, unit.number): unit for log in logs for unit in log.units}
-    before = {key: list(_before(log, blocking)[key]) for log in logs for key in _before(log, blocking)}
+    before = {key: earlier for log in logs for key, earlier in _before(log, blocking).items()}
     partners = _partners(logs)
     started: set[Id] = set()
     ended: set[Id] = set()

@@ -136,7 +136,7 @@ def eager(program: autopar.Program, batch: Any, loss: Loss, pieces: int = 1) -> 
     return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("m", [2, 4, BATCH])
 @pytest.mark.parametrize("loss", MEANS, ids=lambda f: f.__name__)
 def test_a_mean_over_what_counts_is_that_of_the_whole_batch(loss: Loss, m: int) -> None:
@@ -213,7 +213,7 @@ def sequence_first(t: Tensor) -> Tensor:
     return t.t().contiguous()
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("m", [2, 4, BATCH])
 @pytest.mark.parametrize("loss", [*MEANS, summed], ids=lambda f: f.__name__)
 def test_sequence_first_batches_are_counted_too(loss: Loss, m: int) -> None:

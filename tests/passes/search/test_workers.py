@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import mmap
 import os
 import signal
 import subprocess
@@ -76,6 +77,19 @@ def slowly(i: int) -> tuple[int, int]:
     return i, os.getpid()
 
 
+def shared_out() -> Callable[[], None]:
+    """What is called in every question; this process goes on when another one has begun a question too."""
+    begun = mmap.mmap(-1, 1)
+
+    def wait() -> None:
+        if os.getpid() != HERE:
+            begun[0] = 1
+        while not begun[0]:
+            time.sleep(0.001)
+
+    return wait
+
+
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
@@ -88,7 +102,8 @@ def test_answers_stand_in_the_order_of_their_items(count: int, forked: list[int]
 
 
 def test_processes_share_the_work() -> None:
-    assert len({process for _, process in answers(slowly, 2, 16)}) == 2
+    wait = shared_out()
+    assert len(set(answers(lambda _: (wait(), os.getpid()), 2, 16))) == 2
 
 
 @pytest.mark.timeout(120)
@@ -97,14 +112,13 @@ def test_processes_solve_where_this_one_has_solved_before() -> None:
     graph = random_graph(1, nodes=12, states=4, density=0.6)
     budget = 0.4 * sum(float(m.min() + m.max()) for m in graph.memory)
 
-    def cost(_: int) -> tuple[float, int]:
-        time.sleep(0.02)
+    def cost() -> float:
         solution = solve(graph, budget)
         assert isinstance(solution, Solution)
-        return solution.cost, os.getpid()
+        return solution.cost
 
-    alone, _ = cost(0)
-    found = answers(cost, 2)
+    alone, wait = cost(), shared_out()
+    found = answers(lambda _: (wait(), (cost(), os.getpid()))[1], 2)
     assert {one for one, _ in found} == {alone}
     assert len({process for _, process in found}) == 2
 
@@ -245,7 +259,7 @@ def test_processes_end_with_the_one_that_forked_them(end: signal.Signals) -> Non
         else:
             os.kill(parent.pid, end)
         assert parent.stdout.read() == ("interrupted\n" if end == signal.SIGINT else "")
-    for _ in range(500):
+    for _ in range(3000):
         if not any(map(alive, processes)):
             break
         time.sleep(0.02)
@@ -309,7 +323,7 @@ def test_the_plans_are_the_same_for_every_number_of_processes(ranks: int, forked
     alone = told(search_plans(task(ranks, workers=1), BATCH))
     assert forked == []
     assert any('"microbatches": 1,' not in plan for plan, _, _ in alone), "pipelines were planned"
-    for count in (2, 4):
+    for count in (2, 4) if ranks > 4 else (3,):
         assert told(search_plans(task(ranks, workers=count), BATCH)) == alone
         assert len(forked) >= count - 1
 

@@ -54,7 +54,7 @@ def booked(run: Path) -> list[str]:
 @pytest.mark.timeout(100)
 def test_stalls_that_are_over_end_no_run_and_are_nobodys_failure(out, tmp_path):  # noqa: F811
     stalls = {5: [("stopped", 0, 1.9)], 9: [("stopped", 3, 1.9)], 20: [("asleep", 1, 1.9)]}
-    codes, said = staged(out, tmp_path, 2.0, stalls)
+    codes, said = staged(out, tmp_path, 4.0, stalls)
     assert codes == [0] * RANKS, said
     assert "hang" not in said
     assert booked(tmp_path / "run") == []

@@ -184,7 +184,8 @@ def test_another_program_on_one_machine(program, tmp_path):
 
 def test_another_torch_on_one_machine(program, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import torch\ntorch.__version__ = '2.9.1'\n")
-    commands = [looking(program), looking(program, executable=sys.executable)]
+    patient = ("--timeout", "120")  # the second imports torch first, which a busy machine takes long for
+    commands = [looking(program, *patient), looking(program, *patient, executable=sys.executable)]
     (first, _), _ = on_two(tmp_path, commands, environments=({}, {"PYTHONPATH": str(tmp_path)}))
     assert first.status == 1
     assert first.has("error: another version: rank 1 (beta): torch 2.9.1, the others have 2.", "same image")

@@ -80,7 +80,7 @@ def spare(directory: Path, store: dist.Store, hang_s: float = 0.0) -> list[objec
 
 
 def ended(outcome: list[object]) -> object:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 100
     while not outcome and time.monotonic() < end:
         time.sleep(0.05)
     return outcome[0]

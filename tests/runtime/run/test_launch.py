@@ -293,7 +293,6 @@ def test_paths_that_cannot_be_used_end_every_rank_before_they_meet(emitted, tmp_
 
 
 def test_ctrl_c_says_one_line(emitted):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     command = [python(), emitted / "run.py", "--steps", "100000"]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])

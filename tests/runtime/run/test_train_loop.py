@@ -190,7 +190,6 @@ def test_a_signal_saves_and_ends_and_the_same_command_goes_on(out, wanted, tmp_p
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_saves_and_ends_and_ends_at_once_the_second_time(out, tmp_path, times):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     process = start(out, command(out, tmp_path / "run", "slow" if times == 1 else "slower", "--save-every", "100"))
     lines = []
     for line in process.stdout or ():
