@@ -31,7 +31,7 @@ from autopar import errors
 from autopar.api import compile_request
 from autopar.cluster import ClusterSpec
 from autopar.cluster.here import Place, cluster_of, place_here
-from autopar.codegen.directory import write_directory
+from autopar.codegen.directory import Contents, write_directory
 from autopar.errors import AutoparError
 from autopar.plan import Plan
 from autopar.request import Request
@@ -147,9 +147,11 @@ def _for_this_run(request: Request) -> Path:
 
 
 def _write(request: Request, directory: Path) -> None:
-    """Compile a request, and write its program without what the script has in memory: the model's weights, and what makes its
-    optimizer."""
-    contents = compile_request(request).contents
+    write_without_script(compile_request(request).contents, directory)
+
+
+def write_without_script(contents: Contents, directory: Path) -> None:
+    """Write a program without what its script has in memory: the model's weights, and what makes its optimizer."""
     names = contents.state_names
     weights = {name: w.to("meta") if names[name] else w for name, w in contents.weights.items()}
     entries = {

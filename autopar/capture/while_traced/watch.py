@@ -138,6 +138,8 @@ class _Watch(TorchFunctionMode):
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if self.owned is not None and isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
                     self._check_hidden(tensor, self.owned)
+        if self.owned is not None:
+            func, args = self.constants.at_places(func, args)
         if self.owned is not None and (rows := selected(func, args)) is not None:
             return rows
         if (truth := self.drawn.truth(func, args)) is not None:
