@@ -31,10 +31,9 @@ from autopar import errors
 from autopar.api import compile_request
 from autopar.cluster import ClusterSpec
 from autopar.cluster.here import Place, cluster_of, place_here
-from autopar.codegen.directory import write_directory
+from autopar.codegen.directory import Contents, write_directory
 from autopar.errors import AutoparError
 from autopar.plan import Plan
-from autopar.program import ParallelProgram
 from autopar.request import Request
 from autopar.runtime.comm.environment import started
 from autopar.runtime.comm.text_exchange import one_line
@@ -132,7 +131,7 @@ def _first_program(request: Request, asked: Asked) -> Path:
         return directory
     program = compile_request(request)
     followed = any(form.captured.exported.followed for form in program.forms)
-    return keep(key if followed else asked.key, lambda directory: _write(program, directory))
+    return keep(key if followed else asked.key, lambda directory: write_without_script(program.contents, directory))
 
 
 def _same_program(request: Request, done: Mapping[str, Any]) -> Path:
@@ -144,20 +143,23 @@ def _same_program(request: Request, done: Mapping[str, Any]) -> Path:
     if directory is not None and (directory / "plan.json").read_text() == plan.to_json():
         return directory
     key = hashlib.sha256(f"{key} {plan.to_json()}".encode()).hexdigest()
-    return kept(key) or keep(key, lambda directory: _write(compile_request(request.replaying(plan)), directory))
+    return kept(key) or keep(
+        key, lambda directory: write_without_script(compile_request(request.replaying(plan)).contents, directory)
+    )
 
 
 def _for_this_run(request: Request) -> Path:
     """A program that nobody will find again, which is deleted when this process ends."""
-    directory = keep(f"{ONCE}{uuid.uuid4().hex}", lambda directory: _write(compile_request(request), directory))
+    directory = keep(
+        f"{ONCE}{uuid.uuid4().hex}",
+        lambda directory: write_without_script(compile_request(request).contents, directory),
+    )
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return directory
 
 
-def _write(program: ParallelProgram, directory: Path) -> None:
-    """Write a program without what the script has in memory: the model's weights, and what makes its
-    optimizer."""
-    contents = program.contents
+def write_without_script(contents: Contents, directory: Path) -> None:
+    """Write a program without what its script has in memory: the model's weights, and what makes its optimizer."""
     names = contents.state_names
     weights = {name: w.to("meta") if names[name] else w for name, w in contents.weights.items()}
     entries = {

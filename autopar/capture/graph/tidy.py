@@ -44,10 +44,10 @@ def tidied(exported: Exported) -> Exported:
         if node.target is aten.scaled_dot_product_attention.default:
             _without_repeats(node)
     graph.eliminate_dead_code()
-    unread = [
-        n for n in graph.nodes if n.op == "placeholder" and not n.users and exported.kinds[n.name][0] == "constant"
-    ]
-    gone = {exported.kinds[n.name][1] for n in unread}
+    held = [n for n in graph.nodes if n.op == "placeholder" and exported.kinds[n.name][0] == "constant"]
+    unread = [n for n in held if not n.users]
+    read = {exported.kinds[n.name][1] for n in held if n.users}
+    gone = {exported.kinds[n.name][1] for n in unread} - read  # constants that hold the same have one name
     for node in unread:
         graph.erase_node(node)
     return replace(exported, constants={k: v for k, v in exported.constants.items() if k not in gone})

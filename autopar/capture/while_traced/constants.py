@@ -1,7 +1,8 @@
 """Branches on constants: what forward makes of numbers alone, such as a causal mask, is the same in every step.
 
 While a model is traced its tensors have no values. Of those that are computed of numbers alone it is noted how, and where
-Python asks for the value of one (`nn.Transformer` asks whether a mask is the causal one) it is computed, on real tensors.
+Python asks for the value of one (`nn.Transformer` asks whether a mask is the causal one) it is computed, on real tensors. What
+is filled like another tensor has of that the sizes alone. A mask that is a constant selects rows that are known (`x[~eye]`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,15 @@ _MADE = (
     torch.tensor,
     torch.scalar_tensor,
 )
+_ALIKE: dict[Any, float | None] = {
+    torch.ones_like: 1,
+    Tensor.new_ones: 1,
+    torch.zeros_like: 0,
+    Tensor.new_zeros: 0,
+    torch.full_like: None,
+    Tensor.new_full: None,
+}
+"""Functions that take only sizes and dtype of a tensor, and the number that they fill in; None where an argument says it."""
 _ASKED: dict[Any, Callable[[Tensor], Any]] = {
     Tensor.__bool__: bool,
     Tensor.__int__: int,
@@ -37,6 +47,9 @@ _ASKED: dict[Any, Callable[[Tensor], Any]] = {
     Tensor.__index__: int,
     Tensor.item: Tensor.item,
 }
+_CASTS = "to type type_as contiguous cpu bool int long float double half bfloat16"
+_MAY_BE_ITS_OWN = frozenset(getattr(Tensor, name) for name in _CASTS.split())
+"""Methods that give the tensor itself where nothing is to be done, and never write."""
 _REPEATS = (torch.repeat_interleave, Tensor.repeat_interleave)
 UNKNOWN = object()
 
@@ -106,6 +119,28 @@ class Constants:
             rows *= x.numel() if dim is None else x.shape[dim]
         return {**kwargs, "output_size": rows}
 
+    def at_places(self, func: Any, args: Any) -> tuple[Any, Any]:
+        """A call of torch, its arguments with the places that they select instead of masks that are constants."""
+        if func in (Tensor.masked_select, torch.masked_select) and len(args) == 2 and args[0].shape == args[1].shape:
+            func = Tensor.__getitem__
+        if func is not Tensor.__getitem__:
+            return func, args
+        x, index = args
+        parts = list(index) if isinstance(index, tuple) else [index]
+        if not any(id(part) in self._made and part.dtype == torch.bool for part in parts):
+            return func, args
+        places: list[Any] = []
+        for part in parts:
+            mask = self._value(part) if isinstance(part, Tensor) and part.dtype == torch.bool and part.ndim else None
+            places += [part] if mask is None else [self._known(dim.tolist()) for dim in _coordinates(mask)]
+        return func, (x, tuple(places))
+
+    def _known(self, numbers: list[int]) -> Tensor:
+        """A constant of these numbers."""
+        tensor = torch.tensor(numbers, dtype=torch.long)
+        self._made[id(tensor)], self._kept[id(tensor)] = _Made(torch.tensor, (numbers,), {"dtype": torch.long}), tensor
+        return tensor
+
     def see(self, func: Any, args: Any, kwargs: Any, result: Any, writes: bool) -> None:
         """Note what a call of torch computes of constants alone, and forget what it writes to."""
         leaves = tree_leaves((args, kwargs))
@@ -114,6 +149,10 @@ class Constants:
         known = all(id(t) in self._made for t in tensors) and (bool(tensors) or func in _MADE) and "empty" not in name
         known = known and not torch.is_autocast_enabled("cpu") and not any(type(one) is Number for one in leaves)
         how = _Made(func, *tree_map_only(Tensor, lambda t: self._made[id(t)], (args, kwargs))) if known else None
+        if how is None and func in _ALIKE:
+            how = _filled(func, args, kwargs, result)
+        if func in _MAY_BE_ITS_OWN and any(result is t for t in tensors):
+            return
         if writes or any(result is t for t in tensors):
             alone = self._forget(tensors)
             how = how if alone and name.endswith("_") and args and result is args[0] else None
@@ -127,6 +166,22 @@ class Constants:
         for key in same:
             self._made.pop(key, None)
         return set(same) <= {id(t) for t in targets}
+
+
+def _filled(func: Any, args: Any, kwargs: Any, result: Tensor) -> _Made | None:
+    """How a tensor was filled like another one; None where that takes more than numbers."""
+    value = _ALIKE[func]
+    if value is None:
+        value = kwargs.get("fill_value", args[-1])
+    if not isinstance(value, (bool, int, float)) or not all(type(size) is int for size in result.shape):
+        return None
+    return _Made(torch.full, (tuple(result.shape), value), {"dtype": result.dtype})
+
+
+def _coordinates(mask: Tensor) -> tuple[Tensor, ...]:
+    """Where a mask is true, a tensor a dim."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        return mask.nonzero(as_tuple=True)
 
 
 def _computed(how: _Made, values: dict[int, Tensor]) -> Tensor:

@@ -149,6 +149,8 @@ class _Watch(TorchFunctionMode):
         if Selected in types:
             func, args, kwargs = rewritten(func, args, kwargs, self.hold)
             return func(*args, **kwargs)
+        if self.owned is not None:
+            func, args = self.constants.at_places(func, args)
         if (rows := selection(func, args, kwargs, self.masks)) is not None:
             return rows
         if selected_back.set_rows(func, args, self.masks):

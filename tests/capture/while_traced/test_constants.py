@@ -54,6 +54,9 @@ KNOWN: dict[str, Forward] = {
     "a number": lambda m, x: m.first(x) * torch.arange(5).sum().item(),
     "a size": lambda m, x: m.first(x)[:, : int(torch.full((2,), 3).max())],
     "written in place": _mask_in_place,
+    "filled like the data": lambda m, x: _one_way(m, x, bool(x.new_ones(4, 4).triu(1).any())),
+    "like it in dtype": lambda m, x: _one_way(m, x, bool((torch.full_like(x, 3.0) == 3).all())),
+    "moved to where it is": lambda m, x: _one_way(m, x, bool(torch.eye(3).to(x.device).sum() == 3)),
 }
 
 
@@ -67,6 +70,47 @@ def test_what_was_written_to_in_parts_with_data_or_at_random_is_no_constant(forw
     text = refusal(Net(forward), branches="refuse")
     assert "depends on the data" in text or "random number" in text
     assert f"in {forward.__name__}" in text
+
+
+def _others(net: Any, x: Tensor) -> Tensor:
+    """Similarities of rows, those with themselves left out."""
+    y = net.last(net.first(x))
+    similar = y @ y.T
+    mask = torch.eye(len(x), dtype=torch.bool).to(x.device)
+    return similar[~mask].view(len(x), -1).log_softmax(-1)
+
+
+def _selected_of_selected(net: Any, x: Tensor) -> Tensor:
+    labels = torch.arange(4).repeat(2)
+    alike = (labels[None] == labels[:, None])[:, :4]
+    y = net.last(net.first(x))[:, :4]
+    columns = torch.arange(4) % 2 == 0
+    return y[alike[: len(x)]].view(-1, 1) * y.masked_select(columns.expand(len(x), 4)).mean() + y[:, columns].sum()
+
+
+def _none_selected(net: Any, x: Tensor) -> Tensor:
+    y = net.last(net.first(x))
+    return torch.cat([y, y[torch.zeros(len(x)).bool()]])
+
+
+def _unread_beside_the_same(net: Any, x: Tensor) -> Tensor:
+    torch.tensor([0, 2, 1]).add(1)
+    return net.last(net.first(x))[:, torch.tensor([0, 2, 1])]
+
+
+@pytest.mark.parametrize("forward", [_others, _selected_of_selected, _none_selected, _unread_beside_the_same])
+def test_rows_that_a_constant_mask_selects_are_known(forward: Forward) -> None:
+    assert_equal_to_eager(Net(forward), (X,), squares)
+
+
+def _by_data(net: Any, x: Tensor) -> Tensor:
+    mask = torch.zeros(len(x)).bool()
+    mask.logical_or_(x.sum(1) > 0)
+    return net.first(x)[mask].view(-1, 2)
+
+
+def test_rows_that_data_selects_are_not() -> None:
+    assert "depends on the data" in refusal(Net(_by_data))
 
 
 def _causal(size: int) -> Tensor:
