@@ -54,7 +54,6 @@ class _ListScheduler:
         self.after_F, self.after_B = pipeline.room.after_F, pipeline.room.later
         self.owner = owner = graph.group_of
         self.readers, self.credits = graph.readers, graph.credits
-        self.feeds, self.returns = pipeline.feeds, pipeline.returns
         self.order = [tuple(reversed(g)) if policy.deep else g for g in graph.groups]
         self.bound = [x * (1 + 1e-9) for x in pipeline.room.bound]
         growth = list(map(pipeline.room.growth, graph.groups))
@@ -75,11 +74,10 @@ class _ListScheduler:
 
     def table(self) -> TimedTable | None:
         """Runs groups in the order of time until every F and B has run; the W left over at the end."""
-        events, free, pop, choose = self.events, self.free, heapq.heappop, self._choose
-        while events and self.left:
-            now, g = pop(events)
-            if now >= free[g]:
-                choose(g, now)
+        while self.events and self.left:
+            now, g = heapq.heappop(self.events)
+            if now >= self.free[g]:
+                self._choose(g, now)
         if self.left:
             return None
         for g, owed in enumerate(self.owed):
@@ -124,16 +122,14 @@ class _ListScheduler:
     def _arrived_F(self, g: int, now: float) -> tuple[int, float]:
         """(the first stage of a group that may run F within memory and allowance, or -1; when the next F arrives)."""
         chosen, coming = -1, NEVER
-        ready, flight, held, bound = self.ready_F, self.policy.flight, self.held[g], self.bound[g]
         for s in self.order[g]:
-            at = ready[s]
-            if at == NEVER or self.next_F[s] - self.next_B[s] >= flight[s]:
+            at = self.ready_F[s]
+            if at == NEVER or self.next_F[s] - self.next_B[s] >= self.policy.flight[s]:
                 continue
-            if held + self.after_F[s] + self.reserve[s] > bound:
+            if self.held[g] + self.after_F[s] + self.reserve[s] > self.bound[g]:
                 continue
             if at > now:
-                if at < coming:
-                    coming = at
+                coming = min(coming, at)
             elif chosen < 0:
                 chosen = s
         return chosen, coming
@@ -190,29 +186,22 @@ class _ListScheduler:
 
     def _look_again(self, s: int, arrival: float) -> None:
         """The group of a stage looks again when something arrives, if it is free then."""
-        g = self.owner[s]
-        if self.free[g] <= arrival < NEVER:
-            heapq.heappush(self.events, (arrival, g))
+        if arrival < NEVER:
+            heapq.heappush(self.events, (arrival, self.owner[s]))
 
     def _see_F(self, s: int) -> None:
         """Note when the next F of a stage has all that it reads."""
         k, at = self.next_F[s], 0.0
-        if k >= self.m:
-            at = NEVER
-        else:
-            for u, comm in self.feeds[s]:
-                arrival = self.end_F[u][k] + comm
-                if arrival > at:
-                    at = arrival
-        self.ready_F[s] = at
+        if k < self.m:
+            for u, comm in self.pipeline.feeds[s]:
+                at = max(at, self.end_F[u][k] + comm)
+        self.ready_F[s] = at if k < self.m else NEVER
 
     def _see_B(self, s: int) -> None:
         """Note when the next B of a stage has its own F and the gradients that it reads."""
         k = self.next_B[s]
         at = self.end_F[s][k] if k < self.m else NEVER
         if at < NEVER:
-            for v, comm in self.returns[s]:
-                arrival = self.end_B[v][k] + comm
-                if arrival > at:
-                    at = arrival
+            for v, comm in self.pipeline.returns[s]:
+                at = max(at, self.end_B[v][k] + comm)
         self.ready_B[s] = at

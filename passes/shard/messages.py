@@ -88,13 +88,11 @@ def _order(r: Reduced) -> list[int]:
 class _Sent:
     """Messages of one level that are computed together: places of their senders, their numbers and their pair costs.
 
-    opposite: numbers of those in the other direction; scratch: room for as many numbers, which all share, as one is sent at a
-    time.
+    scratch: room for as many numbers, which all share, as one is sent at a time.
     """
 
     row: np.ndarray
     edges: np.ndarray
-    opposite: np.ndarray
     pairs: np.ndarray
     scratch: np.ndarray
 
@@ -151,8 +149,7 @@ class _Passing:
             pairs = self.edges.matrices(edges[places], u, v)
             if pairs.size > len(self.scratch):
                 self.scratch = np.empty(pairs.size)
-            scratch = self.scratch[: pairs.size].reshape(pairs.shape)
-            yield _Sent(row[places], edges[places], edges[places] ^ 1, pairs, scratch)
+            yield _Sent(row[places], edges[places], pairs, self.scratch[: pairs.size].reshape(pairs.shape))
 
     @property
     def small(self) -> bool:
@@ -174,19 +171,17 @@ class _Passing:
     def _send(self, level: Level, groups: list[_Sent]) -> None:
         """Messages of the variables of a level to those ahead of them. `minimum.reduce` is what `min` calls, without its
         wrapper."""
-        messages = self.messages
         total = self._totals(level)
         total *= level.share
         for group in groups:
-            outgoing = total[group.row]
-            outgoing -= messages[group.opposite]
+            outgoing = total[group.row] - self.messages[group.edges ^ 1]
             rows, _, columns = group.pairs.shape
             np.add(group.pairs, outgoing[:, :rows].T[:, :, None], out=group.scratch)
             message = np.minimum.reduce(group.scratch, 0)
             message -= np.minimum.reduce(message, 1, keepdims=True)
-            if columns < messages.shape[1]:
-                messages[group.edges] = message[:, :1]
-            messages[group.edges, :columns] = message
+            if columns < self.messages.shape[1]:
+                self.messages[group.edges] = message[:, :1]
+            self.messages[group.edges, :columns] = message
 
     def _totals(self, level: Level) -> np.ndarray:
         """Every variable's cost with the messages that it got."""
