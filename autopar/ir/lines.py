@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -134,8 +135,12 @@ class Compute(Line):
         """The messages for which the op stops where it is suspended."""
         return tuple(sent for sent in self.sent if sent.after is not None)
 
+    @cached_property
+    def _operands(self) -> tuple[str, ...]:
+        return tuple(_refs_in(list(self.kwargs.values())))
+
     def reads(self) -> Iterator[str]:
-        yield from _refs_in(list(self.kwargs.values()))
+        return iter(self._operands)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from autopar.ir.call import OpCall
 from autopar.ir.program import Program, Template, ValueRef, is_getitem, operand_values
 from autopar.ir.rule import Labels, Rule
 from autopar.passes.rules.book import RuleBook
+from autopar.passes.rules.once import once
 
 
 class Part(NamedTuple):
@@ -32,8 +33,10 @@ Dims = dict[str, dict[int, Part]]
 Key = TypeVar("Key")
 
 
+@once
 def batch_dims(program: Program, rules: RuleBook) -> dict[str, Dims]:
-    """Per template the dims that hold the batch. Raises CoupledError where it is in one dim in two ways."""
+    """Per template the dims that hold the batch, which nobody writes into. Raises CoupledError where it is in one dim in two
+    ways."""
     return followed(program, rules, lambda ref: _given(program, ref))
 
 

@@ -7,6 +7,7 @@ A value is held as its op leaves it and, once somebody has asked for it so, in t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 from torch import fx
@@ -61,7 +62,7 @@ class PlannedTemplate:
         except KeyError:
             raise PlanError(f"the plan has no spec for {self.template.name}.{name}; it is for another model") from None
 
-    @property
+    @cached_property
     def op_s(self) -> Callable[[Compute], float]:
         """Seconds of an op's own work."""
         return op_seconds(self.plan, self.template, self.pricer, self.rules)

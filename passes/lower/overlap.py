@@ -66,6 +66,11 @@ def sends(line: Line, sizes: dict[str, int]) -> bool:
     return False
 
 
+def sends_beside(line: Line, sizes: dict[str, int]) -> bool:
+    """Whether a line sends what others may run beside, or is the start of one that does."""
+    return isinstance(line, Start) or sends(line, sizes)
+
+
 class _Order:
     """The lines of a function as they are taken. messages: places of those that send."""
 

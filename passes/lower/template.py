@@ -17,7 +17,7 @@ from autopar.ir.lowered import LoweredTemplate
 from autopar.ir.program import Template, operand_nodes, resolve
 from autopar.ir.spec import Spec
 from autopar.passes.lower.body import Body, PlannedTemplate, Result
-from autopar.passes.lower.overlap import overlapped
+from autopar.passes.lower.overlap import overlapped, sends_beside
 from autopar.passes.lower.pieces import Parts, in_pieces
 from autopar.passes.price.link_clock import function_seconds, op_seconds
 from autopar.passes.price.pricer import Pricer
@@ -63,10 +63,12 @@ def lower_template(
     tier, are not in pieces, nor is a template that is no faster so, unless the plan insists. Raises PlanError."""
     if plan.pieces == 1 or split or plan.offload:
         return _lowered(PlannedTemplate(template, replace(plan, pieces=1), pricer, rules), backward, split)
-    pieces = _lowered(PlannedTemplate(template, plan, pricer, rules), backward, split)
     if plan.insists:
-        return pieces
+        return _lowered(PlannedTemplate(template, plan, pricer, rules), backward, split)
     whole = _lowered(PlannedTemplate(template, replace(plan, pieces=1), pricer, rules), backward, split)
+    if not any(sends_beside(line, pricer.mesh.sizes) for function in whole.functions for line in function.lines):
+        return whole  # pieces of an op take as long as all of it at least
+    pieces = _lowered(PlannedTemplate(template, plan, pricer, rules), backward, split)
     op_s = op_seconds(plan, template, pricer, rules)
     return min(whole, pieces, key=lambda one: sum(function_seconds(f, pricer, op_s) for f in one.functions))
 

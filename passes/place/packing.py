@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from autopar.passes.place.traffic import Traffic, Tree
 
 DENSE = 384
 """Up to so many ranks all swaps are looked at together."""
+
+AT_ONCE = 1 << 16
+"""Pairs of ranks that are looked at together beyond."""
 
 
 def pack(traffic: Traffic, tree: Tree, seed: int = 0) -> np.ndarray:
@@ -137,29 +141,65 @@ def swap_sparse(traffic: Traffic, tree: Tree, position: np.ndarray, passes: int 
         far = tree.groups[:, position[traffic.first]] != tree.groups[:, position[traffic.second]]
         extra = traffic.weight * (tree.distance[far.sum(0)] - tree.distance[0])
         worst = np.argsort(-extra, kind="stable")[: int((extra > 0).sum())]
+        movers = np.stack([traffic.first[worst], traffic.second[worst]], 1).ravel()
         improved = False
-        for e in worst.tolist():
-            for i, j in ((traffic.first[e], traffic.second[e]), (traffic.second[e], traffic.first[e])):
-                home = leaf[position[j]]
-                if leaf[position[i]] == home:
+        for at in _promising(traffic, tree, position, movers, np.repeat(worst, 2)):
+            i, j, weight = movers[at], movers[at ^ 1], traffic.weight[worst[at // 2]]
+            home = leaf[position[j]]
+            if leaf[position[i]] == home:
+                continue
+            out = _around(traffic, tree, position, i, position[j], j) - _around(
+                traffic, tree, position, i, position[i], j
+            )
+            if out + weight * (tree.distance[0] - tree.distance[1]) >= 0:
+                continue
+            for k in inside[home]:
+                if k != j and _swap_delta(traffic, tree, position, i, k) < -1e-9 * weight:
+                    inside[leaf[position[i]]].remove(i)
+                    inside[home].remove(k)
+                    position[[i, k]] = position[[k, i]]
+                    inside[leaf[position[i]]].append(i)
+                    inside[leaf[position[k]]].append(k)
+                    improved = True
                     break
-                out = _around(traffic, tree, position, i, position[j], j) - _around(
-                    traffic, tree, position, i, position[i], j
-                )
-                if out + traffic.weight[e] * (tree.distance[0] - tree.distance[1]) >= 0:
-                    continue
-                for k in inside[home]:
-                    if k != j and _swap_delta(traffic, tree, position, i, k) < -1e-9 * traffic.weight[e]:
-                        inside[leaf[position[i]]].remove(i)
-                        inside[home].remove(k)
-                        position[[i, k]] = position[[k, i]]
-                        inside[leaf[position[i]]].append(i)
-                        inside[leaf[position[k]]].append(k)
-                        improved = True
-                        break
         if not improved:
             break
     return position
+
+
+def _promising(
+    traffic: Traffic, tree: Tree, position: np.ndarray, movers: np.ndarray, edges: np.ndarray
+) -> Iterator[int]:
+    """Places of the ranks that may gain by moving to the node of the other end of their edge, in order. movers: both ends of
+    every edge, one after the other. The caller may change positions as it goes: then what follows is looked at again, few at
+    first and more and more while nothing changes."""
+    most = max(1, AT_ONCE // int(np.diff(traffic.starts).max(initial=1)))
+    first, count = 0, 1
+    while first < len(movers):
+        places, before = np.arange(first, min(first + count, len(movers))), position.copy()
+        first, count = first + len(places), min(2 * count, most)
+        for at in places[_gains(traffic, tree, position, movers, edges, places)].tolist():
+            yield at
+            if not np.array_equal(before, position):
+                first, count = at + 1, 1
+                break
+
+
+def _gains(
+    traffic: Traffic, tree: Tree, position: np.ndarray, movers: np.ndarray, edges: np.ndarray, places: np.ndarray
+) -> np.ndarray:
+    """Which of the movers at some places might gain, many at once: the sum that `swap_sparse` asks for one rank is the same but
+    for the order of its terms, and as much as that rounds is let pass."""
+    i, j, weight = movers[places], movers[places ^ 1], traffic.weight[edges[places]]
+    counts = traffic.starts[i + 1] - traffic.starts[i]
+    owner = np.repeat(np.arange(len(i)), counts)
+    entries = np.arange(len(owner)) + np.repeat(traffic.starts[i] - np.cumsum(counts) + counts, counts)
+    others, weights = traffic.neighbours[entries], traffic.weights[entries]
+    theirs = tree.groups[:, position[others]]
+    there, here = (tree.distance[(theirs != tree.groups[:, position[end]][:, owner]).sum(0)] for end in (j, i))
+    out = np.bincount(owner, weights * (there - here) * (others != j[owner]), len(i))
+    rounding = 1e-9 * tree.distance[-1] * np.bincount(owner, weights, len(i))
+    return np.flatnonzero(out + weight * (tree.distance[0] - tree.distance[1]) < rounding)
 
 
 def _around(traffic: Traffic, tree: Tree, position: np.ndarray, i: int, device: int, without: int) -> float:

@@ -142,12 +142,20 @@ def op_seconds(plan: TemplatePlan, template: Template, pricer: Pricer, rules: Ru
     """Seconds of the work of a template's ops; casts that lowering adds have none. A piece takes its share of the block's at
     least: alone it might fit into a cache, but it comes from where the block lies."""
 
-    def op_s(line: Compute) -> float:
+    priced: dict[tuple[str, tuple[str, int] | None], float] = {}
+
+    def block_s(line: Compute) -> float:
         call = template.op_calls.get(line.node)
         if call is None:
             return 0.0
         rule, (strategy, prices) = rules.rule(call), strategy_of(line, plan, pricer)
         share_s = 0.0 if line.piece is None else pricer.op_s(call, rule, plan.strategies[line.node]) / line.piece[1]
         return max(share_s, prices.op_s(call, rule, strategy))
+
+    def op_s(line: Compute) -> float:
+        key = line.node, line.piece
+        if key not in priced:
+            priced[key] = block_s(line)
+        return priced[key]
 
     return op_s

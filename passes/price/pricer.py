@@ -50,6 +50,7 @@ class Pricer:
         self.copy_s = 1.0 / (self.device.memory_bandwidth_Bps * self.device.curve.memory)
         self._groups = {axis: mesh.group((axis,)) for axis in mesh.names}
         self._choices: dict[str, OpChoices] = {}
+        self._op_s: dict[tuple[str, Strategy], float] = {}
         self.memo, own = memo or Memo(), Memo()
         self.of_pieces, self.collective_s = own[self._of_pieces], own[self._collective_s]
         self.lattice, self._alike = own[self._lattice], own[self._lattice_of]
@@ -210,7 +211,10 @@ class Pricer:
         choices = self._choices.get(call.signature)
         if choices is not None and strategy in choices.index:
             return float(choices.computed_s[choices.index[strategy]])
-        return self._op_seconds(call, rule).on_block(rule.parts(strategy, self.mesh), strategy)
+        key = call.signature, strategy
+        if key not in self._op_s:
+            self._op_s[key] = self._op_seconds(call, rule).on_block(rule.parts(strategy, self.mesh), strategy)
+        return self._op_s[key]
 
     def grouped(self, call: OpCall, rule: Rule, strategy: Strategy) -> Grouped | None:
         """The rows that an op computes in groups on a rank, where it does."""

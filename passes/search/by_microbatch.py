@@ -46,8 +46,10 @@ def finished(task: Task, candidate: PricedPlan) -> PricedPlan:
     """The candidate lowered and accounted for (`Task.finish`); where its peak is too high, with gradients that are reduced after
     every microbatch, if it fits so."""
     whole = task.finish(candidate)
+    if not may_be(task) or whole.lowered is None or len(whole.lowered.stages) > 1:
+        return whole
     over = task.short_bytes(whole.plan, account_of(whole))
-    if over <= 0 or not may_be(task) or whole.lowered is None or len(whole.lowered.stages) > 1:
+    if over <= 0:
         return whole
     largest_first = sorted(saved_bytes(whole.lowered.stages[0]).items(), key=lambda item: (-item[1], item[0]))
     total = sum(nbytes for _, nbytes in largest_first)

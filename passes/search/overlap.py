@@ -13,8 +13,10 @@ from dataclasses import replace
 from itertools import chain
 
 from autopar.ir.actions import splits_backward
+from autopar.ir.lowered import LoweredProgram
 from autopar.passes.account.program import Account, under
 from autopar.passes.lower.context import narrow_reads
+from autopar.passes.lower.overlap import sends_beside
 from autopar.passes.lower.pipeline import outline
 from autopar.passes.search.pieces import PIECES, in_pieces
 from autopar.passes.search.task import RankedPlans, Task, account_of
@@ -35,9 +37,8 @@ def overlapped(plans: RankedPlans, several_shapes: bool = False) -> RankedPlans:
     if not several_shapes:
         counted = [(owner, one if one.account is None else with_narrow_copies(owner, one)) for owner, one in counted]
     ranked = [(owner, one if one.account is None else with_overlap(owner, one)) for owner, one in counted]
-    fits = [one.account is not None and not _groups_short(owner, one.account, one.plan) for owner, one in ranked[1:]]
-    fastest = min((0, *(i for i, fit in enumerate(fits, 1) if fit)), key=lambda i: ranked[i][1].step_s)
-    owner, winner = ranked.pop(fastest)
+    by_step = sorted(range(len(ranked)), key=lambda i: ranked[i][1].step_s)
+    owner, winner = ranked.pop(next(i for i in by_step if i == 0 or _fits(*ranked[i])))
     winner = with_pieces(owner, winner)
     return [(owner, replace(winner, left_out=best.left_out)), *ranked]
 
@@ -71,7 +72,7 @@ def _copying(stage: StagePlan, names: Collection[str]) -> StagePlan:
 def with_overlap(task: Task, candidate: PricedPlan) -> PricedPlan:
     """A candidate that was accounted for, with overlap in the stages where it fits, if a step is faster so."""
     counted = account_of(candidate)
-    if not task.options.overlap:
+    if not task.options.overlap or not _sends(_outlined(task, candidate.plan, splits_backward(counted.table))):
         return candidate
     wanted = [len(OVERLAPS) - 1] * len(candidate.plan.stages)
     while any(wanted):
@@ -94,14 +95,44 @@ def with_pieces(task: Task, candidate: PricedPlan) -> PricedPlan:
     if not task.options.overlap or split or counted.comm_time_s < LEAST_SENT * counted.step_time_s:
         return candidate
     plan = overlapping(candidate.plan, OVERLAPS[-1])
-    lowered = outline(task.program, plan, task.pricers, task.rules, split, task.parameter_kind)
+    lowered = _outlined(task, plan, split)
     to_beat_s = (1 - LEAST_WON) * counted.step_time_s
     for pieces in PIECES:
         smaller = in_pieces(plan, pieces, task.program, lowered, task.rules)
+        if not _sends(lowered) and not _gives_otherwise(smaller, plan):
+            return candidate
         costs = under(task.stage_costs(smaller, split), counted.table)
         if costs.step_time_s < to_beat_s and not _groups_short(task, costs, smaller):
             candidate, to_beat_s = replace(candidate, plan=smaller, lowered=None, account=costs), costs.step_time_s
     return candidate
+
+
+def _outlined(task: Task, plan: Plan, split: bool) -> LoweredProgram:
+    """The plan's stages as lines. split: B and W apart."""
+    return outline(task.program, plan, task.pricers, task.rules, split, task.parameter_kind)
+
+
+def _sends(lowered: LoweredProgram) -> bool:
+    """Whether a template sends a message that other lines of it could run beside. Where none does, lowering leaves the lines of
+    every template as they stand, so overlap changes nothing."""
+    return any(
+        sends_beside(line, stage.mesh.sizes)
+        for stage in lowered.stages
+        for template in stage.templates.values()
+        for function in template.functions
+        for line in function.lines
+    )
+
+
+def _gives_otherwise(plan: Plan, other: Plan) -> bool:
+    """Whether templates of a plan are given values in other specs than those of another plan."""
+    stages = zip(plan.stages, other.stages, strict=True)
+    return any(t.specs != b.templates[name].specs for a, b in stages for name, t in a.templates.items())
+
+
+def _fits(task: Task, candidate: PricedPlan) -> bool:
+    """Whether a candidate was accounted for and has the memory that it needs."""
+    return candidate.account is not None and not _groups_short(task, candidate.account, candidate.plan)
 
 
 def _groups_short(task: Task, counted: Account, plan: Plan) -> list[tuple[int, ...]]:

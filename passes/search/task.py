@@ -200,7 +200,8 @@ class Task:
         else:
             counted = as_lowered(candidate.account, lowered, self.pricers)
         self.lowering_s += time.perf_counter() - started
-        for group, peaks in zip(counted.graph.groups, counted.tier_peaks, strict=True):
+        tier_peaks = counted.tier_peaks if _uses_tiers(candidate.plan) else ({},) * len(counted.graph.groups)
+        for group, peaks in zip(counted.graph.groups, tier_peaks, strict=True):
             mesh = candidate.plan.stages[group[0]].mesh
             device = self.cluster.pace(mesh.offset, mesh.size)
             for name, nbytes in peaks.items():
@@ -210,6 +211,15 @@ class Task:
                         f"{size_text(device.tier(name).capacity_bytes)}; use more microbatches or ranks, or offload less"
                     )
         return replace(candidate, lowered=lowered, account=counted)
+
+
+def _uses_tiers(plan: Plan) -> bool:
+    """Whether anything rests in a memory tier; bytes of plans without are counted only where they decide."""
+    return any(
+        any(t.offload for t in stage.templates.values())
+        or any(p.tier or p.optimizer_tier for p in stage.parameters.values())
+        for stage in plan.stages
+    )
 
 
 RankedPlans = list[tuple[Task, PricedPlan]]

@@ -37,6 +37,7 @@ class Stored:
     ) -> np.ndarray:
         """Seconds from these states (rows) to specs of values. seconds: the same from blocks; joined: as of `Pricer.joined_s`."""
         own_s = {run: pricer.convert_s(type_, run, run.block, joined) for run in set(self.runs.values())}
+        seconds = seconds.copy() if self.runs else seconds
         for i, run in self.runs.items():
             seconds[i] += own_s[run]
         return seconds
@@ -57,6 +58,7 @@ class Stored:
             run: [pricer.convert_s(type_, spec, run, joined, compression) for spec in specs]
             for run in set(self.runs.values())
         }
+        seconds = seconds.copy() if self.runs else seconds
         for i, run in self.runs.items():
             seconds[:, i] = columns[run]
         return seconds

@@ -75,8 +75,8 @@ def _fastest_first(
     for i in sorted(others.keys() - hopeless):
         if others[i].step_s < _CLOSE * best.step_s:
             others[i] = finished[i]
-            fits = task.short_bytes(others[i].plan, account_of(others[i])) <= 0
-            if others[i].step_s < best.step_s and fits:
+            faster = others[i].step_s < best.step_s
+            if faster and task.short_bytes(others[i].plan, account_of(others[i])) <= 0:
                 best, others[i] = others[i], best
     return [best, *sorted(others.values(), key=lambda c: (c.step_s, c.solution.memory))]
 

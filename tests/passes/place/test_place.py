@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from autopar.cluster import ClusterSpec
 from autopar.cluster.device import device_preset
 from autopar.cluster.link import LinkLevel
 from autopar.errors import InputError
-from autopar.passes.place import Placement, Traffic, mesh_traffic, place, placement_cost
+from autopar.passes.place import Placement, Traffic, mesh_traffic, packing, place, placement_cost
+from autopar.passes.place.traffic import Tree
 
 seeds = st.integers(0, 10**6)
 TEXT = (1.0, 10.0, 100.0)
@@ -83,6 +85,16 @@ def test_never_worse_than_leaving_ranks_in_order(seed: int, P: int) -> None:
     found = place(random_traffic(seed, P), cluster, exact=False)
     assert sorted(found.physical) == list(range(P))
     assert found.bound <= found.cost <= found.identity_cost
+
+
+@given(seeds, st.sampled_from([cluster_of(4, 16, 40), cluster_of(3, 40)]))
+def test_swaps_that_are_not_summed_up_one_by_one_would_not_be_taken(seed: int, cluster: ClusterSpec) -> None:
+    rng = np.random.default_rng(seed)
+    traffic, tree, start = random_traffic(seed, 40), Tree.of(cluster, range(40)), rng.permutation(40)
+    pruned = packing.swap_sparse(traffic, tree, start)
+    with mock.patch.object(packing, "_gains", lambda *args: np.arange(len(args[-1]))):
+        assert packing.swap_sparse(traffic, tree, start).tolist() == pruned.tolist()
+    assert tree.cost(traffic, pruned) < tree.cost(traffic, start)
 
 
 def groups_of(mesh: tuple[int, ...], axis: int) -> np.ndarray:

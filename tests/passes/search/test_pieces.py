@@ -9,9 +9,11 @@ import torch
 
 import autopar
 from autopar.ir.lines import Compute, Cut, Line, Start
+from autopar.passes.lower import template as lower_template
 from autopar.passes.price.link_clock import op_seconds, strategy_of
 from autopar.passes.price.pricer import PIECE, Pricer
 from autopar.passes.search import overlap
+from autopar.passes.search.task import Task
 from autopar.proof.verify import verify
 from tests.zoo.models import ADAMW, token_loss
 from tests.zoo.transformers import Llama
@@ -77,3 +79,26 @@ def test_a_piece_is_no_cheaper_than_its_share(monkeypatch: pytest.MonkeyPatch) -
             whole_s = op_s(replace(line, piece=None))
             assert line.piece[1] * op_s(line) == pytest.approx(whole_s)
     assert pieces
+
+
+def test_what_is_not_tried_where_no_template_sends_would_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data parallel: gradients alone travel, which is more than the least of a step that is cut in pieces for messages."""
+
+    priced, price = list[autopar.Plan](), Task.stage_costs
+    monkeypatch.setattr(Task, "stage_costs", lambda self, plan, split: priced.append(plan) or price(self, plan, split))
+
+    def planned() -> tuple[autopar.Plan, float, int]:
+        priced.clear()
+        options = autopar.Options(mesh={"dp": 2}, strategy="dp", microbatches=1)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+        batch = (torch.randn(8, 64), torch.randn(8, 64))
+        loss = torch.nn.functional.mse_loss
+        program = autopar.compile(model, cluster_at(1e6), batch, loss_fn=loss, optimizer=ADAMW, options=options)
+        return program.plan, program.account.step_time_s, len(priced)
+
+    pruned = planned()
+    for module in (overlap, lower_template):
+        monkeypatch.setattr(module, "sends_beside", lambda *_: True)
+    every = planned()
+    assert every[:2] == pruned[:2]
+    assert every[2] > pruned[2]
