@@ -236,24 +236,6 @@ def test_a_buffer_that_changes_its_shape_is_refused_by_name() -> None:
     assert "replaces the buffer cache of shape (0, 8)" in refusal(Growing())
 
 
-def test_reading_memory_by_places_is_refused_with_the_line() -> None:
-    """Windows of a transposed tensor: what a rank holds of it lies otherwise, so the same places hold other elements."""
-
-    class Windows(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.lin(x).view(-1, 2, 4).transpose(0, 1)
-            return h.as_strided((2, h.shape[1] - 1, 2, 4), (4, 8, 8, 1))
-
-    text = refusal(Windows())
-    assert "as_strided at" in text
-    assert "return h.as_strided" in text
-    assert "unfold" in text
-
-
 def test_what_no_program_has_is_refused_after_a_write_too() -> None:
     class Sparse(nn.Module):
         def __init__(self) -> None:

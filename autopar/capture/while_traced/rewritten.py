@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.capture.while_traced.windows import as_strided
+
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 Hold = Callable[[Tensor, bool], None]
 """Called with a tensor without dims and its truth, which is checked when the program runs."""
@@ -127,4 +129,6 @@ _REWRITTEN: dict[Any, Callable[[Any, Hold], Callable[..., Any]]] = {
     torch.ctc_loss: _ctc_loss,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.instance_norm: _instance_norm,
+    torch.as_strided: lambda func, hold: as_strided,
+    Tensor.as_strided: lambda func, hold: as_strided,
 }
