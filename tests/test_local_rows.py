@@ -84,7 +84,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", CASES)
 def test_own_rows_train_as_global_batches_do(case):
     program = program_of(case)

@@ -98,6 +98,7 @@ def test_a_layer_written_out_launches_few_kernels() -> None:
     assert times["_scaled_dot_product_cudnn_attention"] == times["_scaled_dot_product_cudnn_attention_backward"] == 1
 
 
+@pytest.mark.slow
 def test_a_microbatch_more_casts_no_parameter_and_no_gradient() -> None:
     """Norms, the results of rotary embeddings, and nothing else: 16 casts. Gradients are added to their sums in float32 as they
     come."""

@@ -115,7 +115,7 @@ def assert_the_host_runs_ahead(found: Simulated, options: str) -> None:
         assert budget.of(LATE, step)
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(7)
 @pytest.mark.parametrize("options", CASES)
 def test_a_small_program_is_in_order(options: str) -> None:
     found = simulate(BY_NAME["mlp"], options)

@@ -72,7 +72,7 @@ def test_rows_that_go_to_nodes_first_give_the_loops_values_and_gradients_at_leng
     sweep(400)
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("choices", [1, 8])

@@ -170,6 +170,7 @@ def eager_curve(model: nn.Module, steps: int) -> tuple[list[float], dict[str, to
     return losses, dict(model.named_parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("case", PIPELINES)
 def test_a_pipeline_of_processes_has_the_loss_curve_of_one_device(case: str, tmp_path: Path) -> None:

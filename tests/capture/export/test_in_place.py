@@ -205,7 +205,7 @@ def test_memory_that_something_else_sees_is_left_to_functionalization(forward: F
     assert writes
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("forward", [*REWRITTEN, *LEFT], ids=lambda f: f.__name__)
 def test_a_step_that_writes_trains_like_eager(forward: Forward) -> None:
     assert_equal_to_eager(net(forward), (X,), squares, steps=3, seeds=())

@@ -275,7 +275,7 @@ def test_forward_never_keeps_a_widened_value_for_backward() -> None:
         assert not [n.name for n in template.ops if not phase_is_late(n) and n.name in kept and _widens(n)]
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("zoo", MODELS, ids=str)
 def test_a_border_between_calls_never_parts_a_cast_from_its_op(zoo: ZooModel) -> None:
     """The operand of a norm or a loss crosses in 16 bits, and so does the result of a norm."""

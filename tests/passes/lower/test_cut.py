@@ -123,7 +123,7 @@ def test_a_gradient_comes_back_exactly_where_the_value_carries_one() -> None:
     assert kinds == {True, False}, "the mask carries none"
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @every_model
 @pytest.mark.parametrize("stages", [2, 3, 5])
 def test_crossings_are_what_the_calls_read(zoo: ZooModel, stages: int) -> None:

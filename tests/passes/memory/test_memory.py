@@ -47,7 +47,7 @@ def test_more_microbatches_in_flight_hold_more() -> None:
     assert peaks[4]["1f1b"] == peaks[8]["1f1b"]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("zoo", MODELS, ids=str)
 def test_what_waits_for_w_is_held_until_w(zoo: ZooModel) -> None:
     """A split schedule holds after B at least what W reads, and nothing after W."""
@@ -75,7 +75,7 @@ def test_delaying_w_costs_memory() -> None:
     assert sum(under(program, delayed)) > sum(under(program, at_once))
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("zoo", MODELS, ids=str)
 def test_inference_holds_nothing_between_microbatches(zoo: ZooModel) -> None:
     program = on_ranks(zoo.name, 4, 3, training=False)

@@ -205,6 +205,7 @@ def test_auto_fits_where_keeping_everything_does_not_and_is_faster_than_full() -
     assert auto.predicted.step_time_s < full.predicted.step_time_s
 
 
+@pytest.mark.slow
 def test_auto_is_no_slower_than_any_policy_that_fits() -> None:
     for share in (0.9, 0.7):
         limit = 0.99 * share * llama("none").predicted.peak_bytes

@@ -125,6 +125,7 @@ def test_a_budget_that_is_asked_for_again_is_answered_without_solving(monkeypatc
     assert joint.within(first) == points[0], "and what it gets does not depend on the budget in between"
 
 
+@pytest.mark.slow
 def test_one_after_the_other_is_worse_however_well_each_is_done() -> None:
     """The fastest sharding, then the least that it must make again (an exact budget); and what a policy makes again, then
     the best sharding: both are slower than choosing together, by more than a percent at some budget."""

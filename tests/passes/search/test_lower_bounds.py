@@ -70,7 +70,7 @@ def test_inputs_that_rest_or_are_shared_cost_nothing() -> None:
     assert 0.99 * received.nbytes < least_held_bytes(second, "full") <= received.nbytes
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-auto", "zb-v"])
 @pytest.mark.parametrize("seed", range(3))
 def test_no_pipeline_peaks_below_the_bound(schedule: str, seed: int) -> None:

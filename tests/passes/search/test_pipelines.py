@@ -110,6 +110,7 @@ def test_where_memory_is_short_the_schedule_holds_fewer_microbatches() -> None:
     assert lean.plan.schedule != "gpipe"
 
 
+@pytest.mark.slow
 def test_what_no_cut_can_meet_is_refused_with_what_would_do() -> None:
     with pytest.raises(
         autopar.InfeasibleError, match=r"alone take 134 MB however they are sharded; use 6 ranks or more"

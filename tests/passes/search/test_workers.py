@@ -78,7 +78,7 @@ def slowly(i: int) -> tuple[int, int]:
 
 
 def shared_out() -> Callable[[], None]:
-    """What is called in every question; this process goes on when another one has begun a question too."""
+    """A function to call in every question, in which this process goes on when another one has begun a question too."""
     begun = mmap.mmap(-1, 1)
 
     def wait() -> None:

@@ -138,6 +138,7 @@ def test_zero3_comes_out_when_parameters_alone_do_not_fit() -> None:
     assert program.predicted.peak_bytes <= parameters * 0.9
 
 
+@pytest.mark.slow
 def test_infeasible_says_what_is_short_by_how_much_and_what_would_fit() -> None:
     with pytest.raises(InfeasibleError) as error:
         transformer(ClusterSpec.local(2), batch=2, memory_bytes=1e8)

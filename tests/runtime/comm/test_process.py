@@ -170,6 +170,7 @@ def test_a_pipelines_state_is_by_stage_and_comes_back(piped):
             assert held == dict.fromkeys(("w.1", "b.1", "w.3", "b.3"), "Tensor")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_pipeline_continues_in_another(piped, folder):
     want = pipelines.reference(5, 4, tied=(0, 2))
     for got in run("reload", 2, folder):

@@ -251,6 +251,7 @@ def test_a_run_whose_losses_stay_no_numbers_ends_however_often_it_saves(out, tmp
     assert RunDirectory(tmp_path / "run").steps()[0] == 9
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_step_that_cannot_be_written_does_not_end_the_run(out, wanted, tmp_path):
     done = torchrun(2, *command(out, tmp_path / "run", "full", "--synchronous"))
@@ -308,6 +309,7 @@ def test_a_run_goes_on_with_the_seed_that_it_was_started_with(tmp_path, monkeypa
     run_threads(1, program.mesh, body, timeout_s=30)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(100)
 def test_a_run_directory_that_somebody_deletes_is_said_and_the_run_goes_on(out, wanted, tmp_path):
     done = torchrun(2, *command(out, tmp_path / "run", "deleted", "--synchronous"))

@@ -71,7 +71,7 @@ def agree(got, want):
             torch.testing.assert_close(got[part][name], want[part][name], rtol=1e-12, atol=1e-12, msg=name)
 
 
-@pytest.mark.few(11)
+@pytest.mark.few(7)
 @pytest.mark.parametrize("in_order", [False, True], ids=["tags", "in order"])
 @pytest.mark.parametrize("case", CASES)
 def test_training_equals_one_device(case, in_order):

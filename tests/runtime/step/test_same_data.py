@@ -273,6 +273,7 @@ def test_run_py_names_ranks_with_other_data_within_two_steps(out, tmp_path):
     assert not (tmp_path / "saved").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(100)
 def test_an_own_loop_names_ranks_with_other_data_within_two_steps(out, tmp_path):
     def look(how: str, said: str, last: int) -> None:

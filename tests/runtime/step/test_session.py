@@ -18,7 +18,7 @@ def agree(got, want, rtol=1e-12):
             torch.testing.assert_close(got[part][name], want[part][name], rtol=rtol, atol=1e-12)
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)])
 def test_training_equals_one_device(dp, tp, zero):

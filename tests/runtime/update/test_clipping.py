@@ -30,7 +30,7 @@ def logging(comm, program, rule, steps, full=None, data=None):
     return {"losses": losses, "grads": session.full_grads(), "weights": weights, "norms": norms}
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("norm_type", NORMS)
 @pytest.mark.parametrize(("dp", "tp", "zero"), [(1, 1, 0), (2, 2, 0), (2, 2, 1), (4, 2, 3)])
 def test_the_global_norm_is_that_of_one_device(dp, tp, zero, norm_type):
@@ -43,7 +43,7 @@ def test_the_global_norm_is_that_of_one_device(dp, tp, zero, norm_type):
         agree(got, want)
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @pytest.mark.parametrize("case", CASES)
 def test_stages_and_shared_parameters_count_once(case, norm_type):

@@ -92,7 +92,7 @@ def trained(comm, program, rule, full, data):
     return {"losses": losses, "grads": session.full_grads(), "weights": weights, "rates": rates}
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_every_scheduler_gives_the_rates_of_one_device(kind):
     rule = UpdateRule(groups, SCHEDULERS[kind])
@@ -104,7 +104,7 @@ def test_every_scheduler_gives_the_rates_of_one_device(kind):
         assert got["rates"][0] == pytest.approx(want["log"]["lr"][-1], rel=1e-15)
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("factory", [groups, two, only_the_last_bias])
 @pytest.mark.parametrize("case", CASES)
 def test_groups_and_several_optimizers_on_stages_that_own_few_or_none_of_them(case, factory):
@@ -123,7 +123,7 @@ def test_groups_and_several_optimizers_on_stages_that_own_few_or_none_of_them(ca
         assert got["rates"][0] == pytest.approx(want["log"]["lr"][-1], rel=1e-15)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", SCHEDULERS)
 @pytest.mark.parametrize("factory", [groups, two])
 def test_training_goes_on_from_a_checkpoint_under_another_pipeline(tmp_path, factory, kind):

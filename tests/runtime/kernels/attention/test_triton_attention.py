@@ -97,7 +97,7 @@ def differences(case: Case, dtype: torch.dtype) -> list[float]:
     return [float((one - other).abs().max() / other.abs().max()) for one, other in zip(found, wanted, strict=True)]
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.usefixtures("in_triton")
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_are_the_plain_formula(name: str) -> None:
