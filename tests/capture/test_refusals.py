@@ -38,8 +38,8 @@ def _item(net: Net, x: Tensor) -> Tensor:
 
 
 def _nonzero(net: Net, x: Tensor) -> Tensor:
-    rows = (x.sum(-1) > 0).nonzero().squeeze(-1)  # here
-    return net.first(x[rows])
+    rows = (x.sum(-1) > 0).nonzero().squeeze(-1)
+    return net.first(x) * rows.tolist()[0]  # here
 
 
 def _unique(net: Net, x: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def _loop(net: Net, x: Tensor) -> Tensor:
 
 
 class Router(nn.Module):
-    """Mixture of experts in the style of a hand-written loop: every expert takes the tokens that chose it."""
+    """Mixture of experts in the style of a hand-written loop: every expert that was chosen takes the tokens that chose it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,9 +64,9 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         choice = self.gate(x).argmax(-1)
         out = torch.zeros_like(x)
-        for i, expert in enumerate(self.experts):
-            rows = torch.where(choice == i)[0]  # here
-            out = out.index_add(0, rows, expert(x[rows]))
+        for i in choice.unique().tolist():  # here
+            rows = torch.where(choice == i)[0]
+            out = out.index_add(0, rows, self.experts[i](x[rows]))
         return out
 
 
@@ -84,12 +84,18 @@ def refusal(model: nn.Module, batch: tuple[Tensor, ...] = (X,), branches: str = 
     return str(caught.value)
 
 
-@pytest.mark.parametrize("forward", [_branch, _tolist, _item, _nonzero, _unique, _loop])
+@pytest.mark.parametrize("forward", [_branch, _tolist, _item, _unique, _loop])
 def test_data_dependent_control_flow_and_shapes_name_the_line_and_the_fix(forward: Callable[..., Tensor]) -> None:
     message = refusal(Net(forward), branches="refuse")
     assert re.search(rf"test_refusals\.py:{marked_line(forward)} in {forward.__name__}", message), message
     assert "depends on the data" in message
     assert "torch.where instead of if" in message
+
+
+def test_values_of_selected_rows_name_the_line() -> None:
+    message = refusal(Net(_nonzero))
+    assert f"test_refusals.py:{marked_line(_nonzero)} in _nonzero" in message
+    assert "asks the values of the rows that a mask selects" in message
 
 
 def test_data_dependent_expert_routing_names_the_line_and_the_static_form() -> None:

@@ -18,6 +18,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.capture.explain import current_user_line
+from autopar.capture.while_traced.selected import Selected, refused
 from autopar.errors import CaptureError
 from autopar.runtime.data.origin import name_of, package_of
 
@@ -99,6 +100,8 @@ def recording() -> Iterator[list[str]]:
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:
             return _checkpointed(without_gradient, *args)
+        if any(isinstance(a, Selected) for a in args):
+            raise refused(f"the custom autograd.Function {name_of(cls)}")
         if package_of(cls) in ("torch", "autopar"):
             return _ORIGINAL.__func__(cls, *args, **kwargs)
         if kwargs or any(isinstance(a, (list, tuple)) and any(isinstance(x, torch.Tensor) for x in a) for a in args):

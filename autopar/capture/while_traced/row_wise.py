@@ -55,13 +55,15 @@ class RowWise:
 
 HOW_MANY = object()
 """Stands among the arguments of a function for the number of rows."""
-_KNOWN: dict[Any, RowWise | str] = {}
+_KNOWN: dict[Any, RowWise] = {}
 
 
 def row_wise(func: Any, leaves: Sequence[Any], spec: TreeSpec, rows: Mapping[int, Rows]) -> RowWise | str:
     """Whether a function treats rows one by one, and where its results have them; else the name of the op that does not.
 
     leaves, spec: (args, kwargs) as a tree; rows: the leaves that have rows. HOW_MANY among the leaves is their number."""
+    if any(isinstance(n, torch.SymInt) for x in leaves for n in (x.shape if isinstance(x, Tensor) else (x,))):
+        return "a size that only the data decides"
     taken = {n for x in leaves for n in (x.shape if isinstance(x, Tensor) else [x] if type(x) is int else [])}
     number = next(p for p in _PRIMES if all(n % p or not n for n in taken) or p == _PRIMES[-1])
     types: list[Any] = []
@@ -74,9 +76,10 @@ def row_wise(func: Any, leaves: Sequence[Any], spec: TreeSpec, rows: Mapping[int
             types.append(number if x is HOW_MANY else x)
     autocast = torch.is_autocast_enabled("cpu")
     key = func, str(spec), tuple(str(t) if isinstance(t, TensorType) else repr(t) for t in types), str(rows), autocast
-    if key not in _KNOWN:
-        _KNOWN[key] = _found(func, types, spec, rows, number)
-    return _KNOWN[key]
+    known = _KNOWN.get(key) or _found(func, types, spec, rows, number)
+    if isinstance(known, RowWise):
+        _KNOWN[key] = known
+    return known
 
 
 _PRIMES = (101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157, 163, 167, 173, 179, 181, 191, 193, 197, 199)
@@ -155,7 +158,7 @@ def _followed(graph: fx.Graph, rows: Sequence[Rows | None], number: int) -> RowW
                 continue
             call = op_call(node)
             if all(at[n] is None for n in operands) or call.op.startswith("aten.new_"):
-                made = isinstance(value, Tensor) and (not operands or call.op.startswith("aten.new_"))
+                made = isinstance(value, Tensor) and (not operands or call.op.startswith(("aten.new_", "aten.expand")))
                 at[node] = _made(call, number) if made else None
                 continue
             at[node] = _passed(_canonical(call, node), [at[n] for n in operands], number)

@@ -97,7 +97,13 @@ def _terms(x: Selected, dims: list[int]) -> Tensor:
 def mean(input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """The mean, of all rows or within each."""
     dims = _summed(input, dim)
-    return NotImplemented if dims is None else sum(input, dims, keepdim, dtype=dtype) / _terms(input, dims)
+    if dims is None:
+        return NotImplemented
+    wanted = dtype or input.dtype
+    wide = (
+        torch.float32 if wanted in (torch.float16, torch.bfloat16) else wanted
+    )  # numbers of rows are rounded in few bits
+    return (sum(input, dims, keepdim, dtype=wide) / _terms(input, dims)).to(wanted)
 
 
 @use(torch.var, Tensor.var)

@@ -12,7 +12,7 @@ from autopar.capture.while_traced.row_masks import RowMask, RowMasks, count_of
 from autopar.capture.while_traced.selected import Selected, applied, put, refused, same_mask, use
 
 _FACTORIES = (torch.zeros, torch.ones, torch.full, torch.empty, torch.rand, torch.randn)
-_FACTORIES += (Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty)  # type: ignore[assignment]
+_FACTORIES += (Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.expand)  # type: ignore[assignment]
 _SAME = {Tensor.__eq__: True, Tensor.eq: True, Tensor.__ne__: False, Tensor.ne: False}
 """Comparisons of the number of rows with itself, as shapes are compared."""
 _PLACES = (torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)

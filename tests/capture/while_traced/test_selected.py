@@ -155,6 +155,23 @@ def joined(m: Any, x: Tensor, k: Tensor, t: Tensor) -> Tensor:
     return square(m.last(rows).square().mean(0))
 
 
+def every_expert(m: Any, x: Tensor, k: Tensor, t: Tensor) -> Tensor:
+    h = m.first(x).flatten(0, 1)
+    out, chosen = torch.zeros_like(h), torch.softmax(m.last(h)[:, :2], -1)
+    for i, expert in enumerate((m.mlp, m.norm)):
+        rows = torch.where(t.flatten() % 3 == i)[0]
+        out.index_add_(0, rows, expert(h[rows]) * chosen[rows, i, None])
+    return square(out)
+
+
+def expanded(m: Any, x: Tensor, k: Tensor, t: Tensor) -> Tensor:
+    rows = m.first(x)[k]
+    assert rows.shape[0] == t[k].shape[0]
+    query = m.last.weight[0].expand(rows.shape[0], -1)
+    best, where = torch.cat([rows, query], -1).max(-1)
+    return best.sum() + (where == t[k]).to(x.dtype).mean() * best.mean()
+
+
 def masked_tokens(m: Any, x: Tensor, k: Tensor, t: Tensor) -> Tensor:
     return F.cross_entropy(m.last(F.gelu(m.first(x)[t != 3])), t[t != 3])
 
@@ -217,6 +234,8 @@ FORMS: dict[str, Forward] = {
     "joined": joined,
     "masked tokens": masked_tokens,
     "every loss": every_loss,
+    "every expert": every_expert,
+    "expanded": expanded,
     "of a frozen head": of_a_frozen_head,
 }
 SOME: dict[str, Forward] = {
