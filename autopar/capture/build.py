@@ -117,7 +117,7 @@ class _Builder:
             if alias != name:
                 aliases.setdefault(name, []).append(alias)
         self.parameters = {
-            name: Parameter(name, TensorType.of(p), p.requires_grad, tuple(aliases.get(name, ())))
+            name: Parameter(name, TensorType.of(p), p.requires_grad and p.numel() > 0, tuple(aliases.get(name, ())))
             for name, p in named.items()
             if exported.parameter_names.get(name, name) == name
         }

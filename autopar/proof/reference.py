@@ -64,7 +64,7 @@ def eager_values(
         values |= {f"output/{step}/{name}": value for name, value in _joined(extras, program).items()}
         update.clip()
         if step == 0:
-            values |= {f"grad/{n}": p.grad.clone() for n, p in named.items() if p.grad is not None}
+            values |= {f"grad/{n}": p.grad.clone() for n, p in named.items() if p.grad is not None and p.numel()}
         update.step(total)
     values |= {f"param/{n}": p.detach() for n, p in named.items()}
     persistent = reference.state_dict().keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -10,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.capture.before.first_read import reads_before_writes
 from autopar.capture.before.state import Change, State, state_of
+from autopar.capture.before.two_steps import Steps
 from autopar.errors import CaptureError
 
 
@@ -24,16 +26,13 @@ def kept(model: nn.Module, loss_fn: object) -> Iterator[State]:
 
 
 def check_changes(
-    changes: Sequence[Change],
-    state: State,
-    run: Callable[[], object],
-    mode: FakeTensorMode,
-    later_changes: Callable[[], Sequence[Change] | None] = lambda: None,
+    changes: Sequence[Change], state: State, run: Callable[[], object], mode: FakeTensorMode, steps: Steps | None = None
 ) -> None:
-    """Raises CaptureError for a change that outlives the step, unless the first step made it once for all.
+    """Raises CaptureError for a change that outlives the step, unless the first step made it once for all or no step reads it; of
+    the latter it warns.
 
     run: the step under fake tensors, run again only where attributes of modules were bound anew, to see which of them are
-    read before they are written. later_changes: those of a step after the first one; None where it computes something else.
+    read before they are written. steps: two in a row; None where there is no trace.
     """
     lasting = [c for c in changes if not c.is_attribute]
     attributes = {(id(c.owner), str(c.key)): c for c in changes if c.is_attribute}
@@ -42,22 +41,33 @@ def check_changes(
         with mode, reads_before_writes(attributes.keys()) as read_first:
             run()
         lasting = [attributes[key] for key in attributes if key in read_first]
-    if lasting and not _once(lasting, later_changes):
+    if lasting and (steps is None or not _harmless(lasting, steps)):
         raise CaptureError(
             f"forward changes {', '.join(dict.fromkeys(c.name for c in lasting[:4]))}, which a program traced once cannot "
             f"follow; {_instead(lasting[0])}"
         )
 
 
-def _once(lasting: Sequence[Change], later_changes: Callable[[], Sequence[Change] | None]) -> bool:
-    """Whether the first step notes something once for all (the kind of a problem, a hook that it registers), and a later step
-    computes the same and leaves that as it is. What belongs to the process (torch's default dtype) a program does not set."""
+def _harmless(lasting: Sequence[Change], steps: Steps) -> bool:
+    """Whether all steps compute the same, as what changes is noted once for all by the first step (the kind of a problem, a
+    mask, a hook that it registers), or is not read by any. What belongs to the process (torch's default dtype) a program does not
+    set."""
     if any(c.owner is None for c in lasting):
         return False
-    later = later_changes()
-    if later is None or not all(c.is_attribute for c in later):
+    later = steps.later_changes()
+    if not later:
+        return later is not None
+    names = sorted({change.name for change in later})
+    if not steps.leave_unread(names):
         return False
-    return not {c.name for c in lasting} & {c.name for c in later}
+    unread = [name for name in names if name in {change.name for change in lasting}]
+    if not unread:
+        return True
+    warnings.warn(
+        f"forward changes {', '.join(unread[:4])}, which no step reads: a program computes without it, and leaves it as it is",
+        stacklevel=2,
+    )
+    return True
 
 
 def _instead(change: Change) -> str:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from autopar.capture.before import state_slots
+from autopar.capture.before.stand_ins import StandIn
 from autopar.capture.before.state_slots import Place
 from autopar.runtime.data.origin import package_of
 
@@ -43,10 +44,12 @@ class Change:
 
 @dataclass
 class State:
-    """All places that were found, and functions on the way (what they name tells which clocks they read)."""
+    """All places that were found, and functions on the way (what they name tells which clocks they read). fixed: ids of what
+    nothing else can be put into (tables of modules), or in place of (what tuples and defaults of functions hold)."""
 
     places: list[Place] = field(default_factory=list)
     functions: list[types.FunctionType] = field(default_factory=list)
+    fixed: set[int] = field(default_factory=set)
 
     def changes(self) -> list[Change]:
         """The changes since the state was taken; what layers of torch keep for themselves aside."""
@@ -94,6 +97,7 @@ class _Finder:
         for table in _MODULE_TABLES:
             values = vars(module)[table]
             self.seen[id(values)] = values
+            self.state.fixed.add(id(values))
             self.state.places.append(state_slots.attributes(path, values, values))
         self._class(type(module))
         self._function(type(module).forward)
@@ -102,7 +106,7 @@ class _Finder:
 
     def visit(self, name: str, value: object) -> None:
         """Remember what can change inside `value`."""
-        if isinstance(value, (*state_slots.PLAIN, torch.Tensor, type)) or id(value) in self.seen:
+        if isinstance(value, (StandIn, *state_slots.PLAIN, torch.Tensor, type)) or id(value) in self.seen:
             return
         if isinstance(value, nn.Module):
             for path, module in value.named_modules(prefix=name):
@@ -119,8 +123,12 @@ class _Finder:
             for key, item in list(state_slots.items(value).items()):
                 self.visit(f"{name}[{key!r}]", item)
         elif isinstance(value, (tuple, frozenset)):
+            self.state.fixed |= set(map(id, value))
             for i, item in enumerate(value):
                 self.visit(f"{name}[{i}]", item)
+        elif hasattr(value, "cache_info") and hasattr(value, "__wrapped__"):
+            self.state.places.append(state_slots.remembered(name, value))
+            self._function(value.__wrapped__)
         elif isinstance(value, Iterator):
             self.state.places.append(state_slots.position(name, value))
         elif isinstance(value, functools.partial):
@@ -158,6 +166,7 @@ class _Finder:
         self.seen[id(function)] = function
         self.state.functions.append(function)
         self.visit(function.__name__, vars(function))
+        self.visit(function.__name__, (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._cell(name, cell)
         named, scope = names_of(function.__code__), function.__globals__

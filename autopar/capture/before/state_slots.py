@@ -12,11 +12,14 @@ import random
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
+
+from autopar.capture.before.stand_ins import StandIn
 
 Values = Mapping[object, object]
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -175,6 +178,15 @@ def _torch_generator(name: str, source: torch.Generator) -> Place:
     return single(name, read, write)
 
 
+def remembered(name: str, value: Any) -> Place:
+    """How many results a function of `functools.cache` or `lru_cache` has made; it is put back by forgetting all of them."""
+
+    def read() -> Values:
+        return {"": value.cache_info().misses}
+
+    return place(name, value, read, lambda old: value.cache_clear())
+
+
 def position(name: str, value: Iterator[object]) -> Place:
     """Where an iterator stands, as far as it shows; it cannot be put back."""
 
@@ -198,7 +210,7 @@ _ABSENT = _Absent()
 def _same(before: object, now: object) -> bool:
     if before is now:
         return True
-    if type(before) is not type(now) or isinstance(before, (torch.Tensor, nn.Module)):
+    if type(before) is not type(now) or isinstance(before, (torch.Tensor, nn.Module, StandIn)):
         return False
     if isinstance(before, (*PLAIN, torch.dtype, torch.device, types.MethodType)):
         return before == now

@@ -101,11 +101,6 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
         raise CaptureError(
             f"{name} is {what}; a program holds dense tensors: convert it, or pass the model before it became so"
         )
-    if not tensor.numel() and isinstance(tensor, nn.Parameter):
-        raise CaptureError(
-            f"the parameter {name} of shape {tuple(tensor.shape)} has no elements, so nothing of it is trained or stored; "
-            "build the model without it where its size is 0 (register_parameter(name, None))"
-        )
     if isinstance(tensor, nn.Parameter) and any(
         n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)
     ):

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autopar.capture.before.changed import check_changes, kept
-from autopar.capture.before.op_trace import Recorded, compute_the_same
 from autopar.capture.before.state import Change, State, state_of
+from autopar.capture.before.two_steps import Steps
 from autopar.capture.before.unsupported_state import check_inputs, check_model, check_written_buffers, shared_memory
 from autopar.capture.examples.trees import flatten, rebuild, tensors_of_extras
 from autopar.capture.explain import dynamic, dynamic_node, explain, first_line, quiet, user_frame
@@ -165,22 +165,26 @@ def _trace_into(loss_fn: Any) -> None:
 
 @contextmanager
 def _assigned_buffers_written(model: nn.Module) -> Iterator[None]:
-    """`self.buffer = value` becomes a write to the buffer: export would forget the assignment without a word."""
-    before = [(m._buffers, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    """`self.buffer = value` becomes a write to the buffer: export would forget the assignment without a word. A buffer that no
+    checkpoint has may become one of another size (a mask that grows with the sequence), as other state that a step leaves."""
+    before = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
     yield
-    assigned = [(table, name, old, table[name]) for table, name, old in before if table.get(name) is not old]
-    if not assigned:
+    assigned = [(m, name, old, m._buffers[name]) for m, name, old in before if m._buffers.get(name) is not old]
+    same_size = [(m, name, old, new) for m, name, old, new in assigned if new is not None and new.shape == old.shape]
+    for module, name, old, new in assigned:
+        kept_or_grown = new is not None and (new.shape == old.shape or name in module._non_persistent_buffers_set)
+        if not kept_or_grown:
+            raise CaptureError(
+                f"forward replaces the buffer {name} of shape {tuple(old.shape)} by {_describe(new)}; a buffer keeps its shape "
+                "from step to step, unless it is none of the state_dict (persistent=False)"
+            )
+    if not same_size:
         return  # an empty `no_grad` would be a region of the graph, which export rewrites as a whole
     with torch.no_grad():
-        values = [None if new is None else new.detach().clone() for *_, new in assigned]
-        for (table, name, old, _), value in zip(assigned, values, strict=True):
-            if value is None or value.shape != old.shape:
-                raise CaptureError(
-                    f"forward replaces the buffer {name} of shape {tuple(old.shape)} by {_describe(value)}; a buffer keeps its "
-                    "shape from step to step"
-                )
+        values = [new.detach().clone() for *_, new in same_size]
+        for (module, name, old, _), value in zip(same_size, values, strict=True):
             old.copy_(value)
-            table[name] = old
+            module._buffers[name] = old
 
 
 def split_inputs(value: Any, targets: int, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
@@ -247,6 +251,7 @@ def _export_step(
         step.decisions = decisions_of(step, leaves, lambda one, decisions: _run_example(one, leaves, decisions))
     _trace_into(loss_fn)
     sharing = shared_memory(model)
+    own_buffers = {name: b for name, b in step.named_buffers(remove_duplicate=False) if not b.is_meta}
     with faked(step, mode) as fake_names, kept(model, loss_fn) as state:
         try:
             with functions.recording() as without_gradient, quiet(), noted_clocks(state.functions) as clocks:
@@ -257,8 +262,9 @@ def _export_step(
             if seen.training and not isinstance(error, AutoparError):
                 _eager_grads(step, fakes, mode, fake_names)  # where eager fails too, its reason is the better one
             raise explain(error, model) from error
-        later_changes = functools.partial(_later_changes, traced, step, fakes, mode, state)
-        check_changes(seen.changes, state, lambda: step(*fakes), mode, later_changes)
+        buffers = {key: own_buffers[name] for key, name in fake_names.items() if name in own_buffers}
+        steps = _steps(traced, step, fakes, mode, state, buffers)
+        check_changes(seen.changes, state, lambda: step(*fakes), mode, steps)
         _check_dynamic(exported.graph, step, fakes, mode)
         if clocks:
             _check_clocks(traced, step, fakes, state, clocks)
@@ -342,6 +348,8 @@ def _traces_alike(traced: Any, step: _Step, fakes: list[torch.Tensor]) -> bool:
         again, _ = traced_step(step, fakes)
         if same_graph(traced.graph, again.graph):
             return same_constants(traced.constants, again.constants)
+        if any(isinstance(t, FakeTensor) for t in again.constants.values()):
+            return False  # left by an earlier trace, in which alone it means something
         alike = same_graph(functional(traced, True).graph, functional(again, True).graph)
         return alike and same_constants(traced.constants, again.constants)
 
@@ -356,22 +364,24 @@ def _check_clocks(traced: Any, step: _Step, fakes: list[torch.Tensor], state: St
         )
 
 
-def _later_changes(
-    traced: Any, step: _Step, fakes: list[torch.Tensor], mode: FakeTensorMode, state: State
-) -> Sequence[Change] | None:
-    """The changes of Python state by the second step in a row; None where it computes something else than the first."""
-    state.restore()
+def _steps(
+    traced: Any,
+    step: _Step,
+    fakes: list[torch.Tensor],
+    mode: FakeTensorMode,
+    state: State,
+    buffers: dict[int, torch.Tensor],
+) -> Steps:
+    """Two steps in a row, beside the trace of the first."""
     seen = step.seen
-    runs, results = (Recorded(), Recorded()), []
-    try:
-        with torch.compiler.set_stance("force_eager"), functions.recording(), quiet(), mode:
-            for recorded in runs:
-                with torch.enable_grad(), recorded:
-                    results.append((step(*fakes), seen.training, str(seen.structure), str(seen.conditions)))
-        alike = compute_the_same(runs, results) or _traces_alike(traced, step, fakes)
-    except Exception:  # what is found in the first trace is the better reason
-        return None
-    return seen.changes if alike else None
+
+    def run() -> Any:
+        with torch.compiler.set_stance("force_eager"), functions.recording(), quiet(), mode, torch.enable_grad():
+            return step(*fakes), seen.training, str(seen.structure), str(seen.conditions)
+
+    alike = functools.partial(_traces_alike, traced, step, fakes)
+    now = functools.partial(state_of, step.model, step.loss_fn)
+    return Steps(run, lambda: seen.changes, alike, state, now, buffers)
 
 
 def _strip(name: str) -> str:

@@ -25,11 +25,11 @@ def fake_mode() -> FakeTensorMode:
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """A fake CPU tensor of the same shape, dtype and requires_grad."""
+    """A fake CPU tensor of the same shape, dtype and requires_grad; a parameter without elements has nothing to train."""
     with mode:
         fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad and tensor.numel() > 0)
     return fake.requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else fake
 
 

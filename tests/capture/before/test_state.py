@@ -201,3 +201,19 @@ def test_parametrized_weights_train_their_originals(name: str) -> None:
     model = nn.Sequential(made, nn.Tanh(), nn.Linear(8, 8))
     program = assert_equal_to_eager(model, batch(), F.cross_entropy, steps=3)
     assert not any(p == "0.weight" for p in program.ir.parameters)
+
+
+def test_parameters_and_buffers_without_elements_are_there_and_nothing_of_them_is_trained() -> None:
+    """A prompt of no tokens, joined to the sequence, and a sum over nothing."""
+
+    def prompted(net: Net, x: Tensor) -> Tensor:
+        h = torch.cat([net.prompt.expand(len(x), -1, -1), net.first(x), net.rest.expand(len(x), -1, -1)], 1)
+        return net.last(h) + net.none.sum()
+
+    model = Net(prompted)
+    model.prompt = nn.Parameter(torch.empty(1, 0, 8))
+    model.none = nn.Parameter(torch.empty(8, 0))
+    model.register_buffer("rest", torch.empty(1, 0, 8))
+    program = assert_equal_to_eager(model, (torch.randn(4, 3, 8),), square, seeds=(0, 1))
+    assert "prompt" in program.ir.parameters
+    assert "prompt" not in program.ir.trained

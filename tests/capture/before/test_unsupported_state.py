@@ -72,10 +72,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "backslash": (lambda: _named("a\\b"), r"cannot be the name .* rename it"),
     "newline": (lambda: _named("a\nb"), r"cannot be the name .* rename it"),
     "sparse": (lambda: plain(w=nn.Parameter(torch.eye(4).to_sparse())), r"w is a sparse tensor"),
-    "empty": (
-        lambda: plain(w=nn.Parameter(torch.zeros(0, 8))),
-        r"w of shape \(0, 8\) has no elements, .* build the model without it",
-    ),
     "expanded": (lambda: plain(w=nn.Parameter(torch.zeros(1).expand(8))), r"w share memory \(it was expanded\)"),
     "shared memory": (_shared, r"first\.weight and last\.weight share memory.*tie them"),
     "buffer over a weight": (
