@@ -19,8 +19,8 @@ models are tiny, so their plans say what the planner does with the architecture 
 
 {summary}
 
-`*`: a branch on data goes the example's way, and a guard checks that every batch does. Seconds are those of capture, and CPU seconds of `autopar.compile` for 4 ranks as a whole. *Equal*: the largest difference
-from eager.
+`*`: a branch on data goes the example's way, and a guard checks that every batch does. Seconds are those of capture, and CPU
+seconds of `autopar.compile` for 4 ranks as a whole. *Equal*: the largest difference from eager.
 
 """
 COLUMNS = "| architecture | captured | equal | plan on 8 H100 | plan on 64 H100 | s |\n|---|---|---|---|---|---|\n"

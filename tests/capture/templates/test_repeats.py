@@ -85,5 +85,5 @@ def test_repeats_that_data_decides_are_as_many_as_the_examples_or_refused_at_the
     program = autopar.compile(model, ranks, (X,), optimizer=SGD)
     assert autopar.verify(program, model, (X,), steps=1).ok
     if kind != "a buffer":
-        with pytest.raises(autopar.GuardError, match="test_repeats.py"):
+        with pytest.raises(autopar.GuardError, match=r"test_repeats\.py"):
             program.run([(-X.abs(),)])
