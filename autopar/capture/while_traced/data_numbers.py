@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -202,7 +202,7 @@ def filled(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
 
 
 def _tensor_of(value: Any, kwargs: Mapping[str, Any]) -> Tensor:
-    leaves = [value] if type(value) is Number else value
+    leaves: list[Any] = [value] if type(value) is Number else list(value)
     if not all(type(one) in (Number, bool, int, float) for one in leaves):
         raise refusal(
             "makes a tensor of lists of numbers that the data gives", "stack the tensors themselves: torch.stack([…])"
@@ -258,7 +258,7 @@ def _operand(value: Any, like: Tensor | None, either: bool) -> Any:
         if like is None or not either or not isinstance(value, (int, float)):
             return value
         dtype = torch.result_type(like, value)
-        return torch.scalar_tensor(cast("int | float", value), dtype=dtype, device=like.device)
+        return torch.scalar_tensor(value, dtype=dtype, device=like.device)
     if like is None:
         floating = value.tensor.is_floating_point()
         return value.tensor.to(torch.get_default_dtype()) if floating else value.tensor

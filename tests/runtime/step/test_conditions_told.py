@@ -49,6 +49,7 @@ def host_that_runs_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overflow, "runs_ahead", lambda device: True)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_row_of_one_rank_ends_the_step_on_all_ranks_and_nothing_is_applied(plan: str) -> None:
     torch.manual_seed(0)
