@@ -19,6 +19,7 @@ from autopar.ir.actions import show_row, splits_backward
 from autopar.ir.by_node import ALL_FLAT, ByNode
 from autopar.ir.lowered import LoweredProgram
 from autopar.ir.program import Conditions, Program
+from autopar.ops.integers import is_condition
 from autopar.runtime.comm.mesh import told_sizes
 
 
@@ -83,7 +84,7 @@ def pipeline_source(
         by_node=[f"dict(stage={one.stage}, axis={one.axis!r}, least={dict(one.least)!r})" for one in by_node.axes],
         conditions=table_lines([f"{quoted(n)}: {_ways(ways)}" for n, ways in program.conditions.items()], named=True),
         extras=_nested(program.structure) if program.extras else "",
-        has_room=has_room(lowered),
+        tells_all=tells_all(lowered),
         shared={name: list(held) for name, held in lowered.shared.items()},
         groups=[list(g) for g in lowered.graph.groups],
         table=[_wrapped(show_row(row)) for row in lowered.table],
@@ -98,10 +99,13 @@ def pipeline_module(source: str) -> types.ModuleType:
     return module
 
 
-def has_room(lowered: LoweredProgram) -> bool:
-    """Whether rows of a mixture go to ranks of other experts with room for so many alone."""
-    mixtures = (line for s in lowered.stages for line in computed(s) if home_of(line) == "experts")
-    return any(o.kwargs["on_overflow"] != "chunk" and bool(o.carried or "parts" in o.kwargs) for o in mixtures)
+def tells_all(lowered: LoweredProgram) -> bool:
+    """Whether rows of a mixture go to ranks of other experts with room for so many alone, or some rank's data has conditions."""
+    lines = [line for s in lowered.stages for line in computed(s)]
+    mixtures = (line for line in lines if home_of(line) == "experts")
+    return any(is_condition(line.op) for line in lines) or any(
+        o.kwargs["on_overflow"] != "chunk" and bool(o.carried or "parts" in o.kwargs) for o in mixtures
+    )
 
 
 def batch_shapes(program: Program, microbatches: int) -> list[tuple[int, ...]]:

@@ -45,6 +45,11 @@ expect = graph_op(
 """Conditions that must have the value that they had for the example, each element where it lies."""
 
 
+def is_condition(op: str) -> bool:
+    """Whether an op holds the data to the example's way."""
+    return ".".join(op.split(".")[:2]) == expect.name().replace("::", ".")
+
+
 @lifts(aten.one_hot.default)
 def _one_hot(x: Tensor, classes: int = -1) -> Tensor:
     """torch's own has no check of classes once it is traced. Without their number it depends on the data."""

@@ -10,7 +10,7 @@ each rank on its own part; the rank that finds a violation raises, and the other
 Of tensors in host memory a violation is raised on the spot. Of tensors on a GPU it is written down by kernels beside the
 step and read at the step's end, or as late as losses are, so that the host does not wait in the middle; until then an index that
 may be used stands for the one that may not, since a kernel that reads outside its table ends the process's use of the GPU before
-anything is read.
+anything is read. Conditions of the data are told to all ranks before the update (kernels/overflow.py).
 What a captured step (cuda_graphs.py) finds is written down for whoever plays it.
 """
 
@@ -53,6 +53,8 @@ Say = Callable[[int, tuple[int, ...]], str]
 """The message for a value and its place in the tensor."""
 Report = tuple[Tensor, tuple[int, ...], Say]
 """A violation that was computed for a tensor of this shape, and the message for it."""
+Broken = tuple[Tensor, str]
+"""Whether a condition is broken, an integer above 0 where it is, and the message then."""
 
 
 class Guards:
@@ -63,6 +65,21 @@ class Guards:
         self._late: list[tuple[Arriving, tuple[int, ...], Say]] = []
         self._unread_steps: deque[list[tuple[Arriving, tuple[int, ...], Say]]] = deque()
         self._unread: list[Report] | None = None
+        self._conditions: list[Broken] | None = None
+
+    @property
+    def captured(self) -> bool:
+        """Whether the step that runs is to be played again, and `look` reads what it finds."""
+        return self._unread is not None
+
+    @contextmanager
+    def conditions(self) -> Iterator[list[Broken]]:
+        """Inside, conditions of the data are not looked at: whoever asks for them tells all ranks before the update."""
+        self._conditions = conditions = list[Broken]()
+        try:
+            yield conditions
+        finally:
+            self._conditions = None
 
     @contextmanager
     def unread(self) -> Iterator[list[Report]]:
@@ -123,7 +140,11 @@ class Guards:
                 "this batch it is not. Compile again with an example that goes this way, or write the branch with torch.where"
             )
 
-        if not condition.is_meta:
+        if condition.is_meta:
+            return condition
+        if self._conditions is not None and not self.captured:
+            self._conditions.append((((condition != value).any().long()), say(0, ())))
+        else:
             self._raise_where(condition != value, condition, say)
         return condition
 

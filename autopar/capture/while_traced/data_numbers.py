@@ -202,7 +202,7 @@ def filled(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
 
 
 def _tensor_of(value: Any, kwargs: Mapping[str, Any]) -> Tensor:
-    leaves = [value] if type(value) is Number else value
+    leaves: list[Any] = [value] if type(value) is Number else list(value)
     if not all(type(one) in (Number, bool, int, float) for one in leaves):
         raise refusal(
             "makes a tensor of lists of numbers that the data gives", "stack the tensors themselves: torch.stack([…])"
@@ -218,7 +218,7 @@ def _tensor_of(value: Any, kwargs: Mapping[str, Any]) -> Tensor:
         ).to(dtype=dtype, device=device)
         for one in leaves
     ]
-    return tensors[0] if type(value) is Number else torch.stack(tensors)
+    return tensors[0].clone() if type(value) is Number else torch.stack(tensors)
 
 
 def _holds_number(value: Any) -> bool:
@@ -257,7 +257,8 @@ def _operand(value: Any, like: Tensor | None, either: bool) -> Any:
     if type(value) is not Number:
         if like is None or not either or not isinstance(value, (int, float)):
             return value
-        return torch.scalar_tensor(value, dtype=torch.result_type(like, value), device=like.device)
+        dtype = torch.result_type(like, value)
+        return torch.scalar_tensor(value, dtype=dtype, device=like.device)
     if like is None:
         floating = value.tensor.is_floating_point()
         return value.tensor.to(torch.get_default_dtype()) if floating else value.tensor

@@ -4,6 +4,9 @@ Sizes are then those of the plan (experts/padded.py), and rows that have no room
 them: what every mixture found is noted as a tensor, one message tells all ranks the most, and the host reads that once, before
 the update. Where all ranks are at the same place it goes out behind the last forward, so that the device has backward to do
 while the host waits. Every rank raises the same ExpertOverflow, and nothing is applied.
+
+Conditions of the data, under which a program is the model's step (guards.py), travel with that message: every rank raises the
+same GuardError, whichever rank's rows break one.
 """
 
 from __future__ import annotations
@@ -19,11 +22,14 @@ from torch import Tensor
 from ..comm.backends import Arriving
 from ..comm.comm import Comm
 from ..comm.devices import runs_ahead
-from ..errors import ExpertOverflow
+from ..errors import ExpertOverflow, GuardError, RuntimeProgramError
+from ..guards import Broken, Guards
 
 Say = Callable[[list[int], str], str]
 """The message for the loads of a note, with the words that say which of the step's calls they are of."""
 _OF_THREAD = threading.local()
+_KINDS: tuple[type[RuntimeProgramError], ...] = (GuardError, ExpertOverflow)
+"""The errors that ranks tell each other of, those that are raised first first."""
 
 
 @dataclass(frozen=True)
@@ -49,41 +55,58 @@ def note(loads: Tensor, room: int, site: str, say: Say) -> None:
 
 
 class Overflows:
-    """The notes of the mixtures of a step on one rank. has_room: mixtures of any rank have room for so many rows; else, and on a
-    device that the host does not run ahead of, there are none."""
+    """The notes of the mixtures of a step on one rank, and the conditions of its data. tells_all: mixtures of any rank have room
+    for so many rows, or a stage has conditions; else, and on a device that the host does not run ahead of, there are none."""
 
-    def __init__(self, comm: Comm, has_room: bool) -> None:
-        self._comm, self._has_room = comm, has_room and runs_ahead(comm.device)
+    def __init__(self, comm: Comm, tells_all: bool, guards: Guards | None = None) -> None:
+        self._comm, self._guards, self._asked = comm, guards, tells_all and runs_ahead(comm.device)
+        self._tells_all = self._asked
         self._notes: list[_Note] = []
+        self._conditions: list[Broken] = []
         self._most: Arriving | None = None
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Inside, notes of this thread are kept."""
-        self._notes, self._most = [], None
-        _OF_THREAD.notes = self._notes if self._has_room else None
+        """Inside, notes of this thread are kept, and conditions; not those of a step that is captured, which are read when it is
+        played."""
+        self._notes, self._conditions, self._most = [], [], None
+        self._tells_all = self._asked and not (self._guards is not None and self._guards.captured)
+        _OF_THREAD.notes = self._notes if self._tells_all else None
         try:
-            yield
+            if self._guards is None or not self._tells_all:
+                yield
+                return
+            with self._guards.conditions() as self._conditions:
+                yield
         finally:
             _OF_THREAD.notes = None
 
     def tell(self) -> None:
         """Tell all ranks the most rows that any rank has beyond its room, once. All call it, after the step's last forward."""
-        if not self._has_room or self._most is not None:
+        if not self._tells_all or self._most is not None:
             return
         self._notes = list(self._notes)  # without those of forwards that backward makes again
-        own = [one.excess for one in self._notes] or [torch.zeros((), dtype=torch.long, device=self._comm.device)]
+        self._conditions = list(self._conditions)
+        own = [one.excess for one in self._notes] + [broken for broken, _ in self._conditions] or [
+            torch.zeros((), dtype=torch.long, device=self._comm.device)
+        ]
         most = torch.stack(own).amax().reshape(1)
         most = self._comm.all_reduce(most, tuple(self._comm.mesh), "max", "rows with no room")
         self._most = Arriving([most])
 
     def end(self) -> None:
-        """Wait for what was told. Raises ExpertOverflow on every rank alike where a row had no room."""
+        """Wait for what was told. Raises, on every rank alike, GuardError where a condition is broken, ExpertOverflow where a row
+        had no room."""
         notes, self._notes = self._notes, []
+        conditions, self._conditions = self._conditions, []
         most, self._most = self._most, None
         if most is None or int(most.wait()[0]) <= 0:
             return
-        raise ExpertOverflow(next(text for text in self._comm.share(self._text(notes)) if text))
+        broken = next((text for bad, text in conditions if int(bad) > 0), "")
+        told = [(guard, overflow) for guard, overflow in self._comm.share([broken, self._text(notes)])]
+        raise next(
+            (kind(text) for kind, texts in zip(_KINDS, zip(*told, strict=True), strict=True) for text in texts if text)
+        )
 
     def _text(self, notes: list[_Note]) -> str:
         """The message for the worst of these, "" where all rows had room."""

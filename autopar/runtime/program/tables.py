@@ -97,7 +97,7 @@ class Pipeline:
         self._written = [dict(mesh) for mesh, _ in self.meshes]
         self.most_units: tuple[int, ...] = tuple(getattr(pipeline, "MOST_UNITS", ()))
         self.busy_s: tuple[float, ...] = tuple(getattr(pipeline, "BUSY_S", ()))
-        self.has_room = bool(getattr(pipeline, "HAS_ROOM", False))
+        self.tells_all = bool(getattr(pipeline, "TELLS_ALL", False))
         self.in_order = bool(getattr(pipeline, "IN_ORDER", False))
         self.conditions: Conditions = getattr(pipeline, "CONDITIONS", {})
         self.extras: Extras | None = getattr(pipeline, "EXTRAS", None)

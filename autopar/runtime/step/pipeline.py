@@ -65,7 +65,8 @@ class Executor:
         self.microbatches = pipeline.microbatches
         self.recorder: Recorder | None = None
         self._gives = pipeline.training and pipeline.extras is not None
-        self.overflows = Overflows(comm, pipeline.has_room)
+        guards = next((stage.rt.guards for stage in stages.values()), None)
+        self.overflows = Overflows(comm, pipeline.tells_all, guards)
         transfers = [c.transfer for c in pipeline.boundary_tensors]
         self._slots = plan_order(
             pipeline.rows, pipeline.groups, transfers, pipeline.microbatches, pipeline.training, ahead=not in_order
@@ -134,7 +135,7 @@ class Executor:
         return outputs
 
     def finish(self) -> None:
-        """Wait until everything sent has left. Raises ExpertOverflow."""
+        """Wait until everything sent has left. Raises ExpertOverflow, GuardError."""
         self.overflows.end()
         while self._sending:
             self._release()

@@ -247,7 +247,11 @@ class Session(State):
         form, inputs = self._begin(batch, own_rows, entry)
         graph = None if self.recorder is not None else self.step_graph
         computed = self._compute(form, inputs) if graph is None else graph(inputs)
-        form.executor.overflows.end()
+        try:
+            form.executor.overflows.end()
+        except RuntimeProgramError:
+            computed.loss.wait()  # all ranks are here, and what one has begun to send must leave
+            raise
         self.absent = form.absent.names(computed.counts)
         self.grads = {n: grad for n, grad in computed.grads.items() if n not in self.absent}
         loss, borrowed, outputs = computed.loss, computed.borrowed, computed.outputs

@@ -66,6 +66,7 @@ def test_a_model_without_branches_is_not_run_on_its_example() -> None:
     assert run.call_count == 1
 
 
+@pytest.mark.slow
 def test_the_lines_that_are_followed_are_in_the_report() -> None:
     assert "checks that every batch does" in trained(Net(small)).report()
 
@@ -78,6 +79,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_row_that_goes_another_way_stops_every_plan_wherever_it_lies(plan: str) -> None:
     model = Net(finite)
@@ -129,6 +131,7 @@ def test_losses_hooks_wrappers_entries_and_buckets_are_followed_alike() -> None:
     stops(program.entries["evaluate"], (-1e10 * one().abs(),), "# hook|# counted")
 
 
+@pytest.mark.slow
 def test_microbatches_that_are_batches_of_their_own_each_go_the_way_of_the_first() -> None:
     model = Net(small)
     program = trained(model, options={"microbatches": 2, "coupled": "per-microbatch", "mesh": {"dp": 4}})
@@ -138,6 +141,7 @@ def test_microbatches_that_are_batches_of_their_own_each_go_the_way_of_the_first
     stops(program, (bad,), "# small")
 
 
+@pytest.mark.slow
 def test_a_check_of_a_small_batch_goes_its_own_way() -> None:
     program = trained(Net(finite), options={"mesh": {"dp": 4}})
     assert autopar.check(program).ok

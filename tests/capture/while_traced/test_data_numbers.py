@@ -131,7 +131,7 @@ def trained(case: Case, **options: Any) -> tuple[Net, autopar.Program]:
     return net, program
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", VARY, ids=lambda case: case.__name__)
 def test_numbers_that_are_computed_with_are_those_of_each_batch(case: Case) -> None:
     net, program = trained(case)
@@ -139,7 +139,7 @@ def test_numbers_that_are_computed_with_are_those_of_each_batch(case: Case) -> N
         assert autopar.verify(program, net, inputs(case, (3, 1, 2, 1 + seed), seed)).ok
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", HELD, ids=lambda case: case.__name__)
 def test_numbers_that_decide_sizes_are_the_examples_or_stop_the_program(case: Case) -> None:
     net, program = trained(case)

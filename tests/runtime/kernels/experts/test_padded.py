@@ -324,7 +324,7 @@ def test_rows_with_no_room_end_the_step_on_all_ranks_and_nothing_is_applied() ->
 )
 def test_a_program_says_whether_its_ranks_have_room_for_so_many_rows(choice: str, on_overflow: str, said: bool) -> None:
     made = program("", on_overflow=on_overflow, choice=choice)
-    assert getattr(made.in_process.pipeline, "HAS_ROOM", False) == said
+    assert getattr(made.in_process.pipeline, "TELLS_ALL", False) == said
 
 
 def test_steps_whose_rows_have_room_go_on() -> None:
