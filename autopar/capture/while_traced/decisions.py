@@ -49,6 +49,11 @@ class Decisions:
     _given: int = 0
     _recording: bool = False
 
+    @property
+    def given(self) -> int:
+        """How many questions were answered so far."""
+        return self._given
+
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Within the context questions to tensors are answered as the example answers them."""

@@ -153,6 +153,14 @@ class _Watch(TorchFunctionMode):
         self.constants.see(func, args, kwargs, result, writes)
         return result if writes else self.regions.detached(result)
 
+    def noted(self) -> tuple[int, ...]:
+        """So much was noted of calls until now."""
+        return len(self.detached), len(self.in_inference), len(self.held)
+
+    def follows(self, tensor: Tensor) -> bool:
+        """Whether more is known of a tensor than its type: it is a constant, or drawn."""
+        return self.constants.follows(tensor) or self.drawn.follows(tensor)
+
     def hold(self, condition: Tensor, value: bool) -> None:
         self.held.append(Condition(condition, value, asked_at()))
 
