@@ -1,4 +1,4 @@
-"""Where a node of a captured graph comes from: the user's module and line."""
+"""Where a node of a captured graph comes from: the user's module and line; which modules are blocks."""
 
 from __future__ import annotations
 
@@ -31,3 +31,10 @@ def source_of(node: fx.Node) -> str:
 def own_path(path: str) -> str:
     """A module's path below the user's model, which torch.export holds as `model`."""
     return "" if path == "model" else path.removeprefix("model.")
+
+
+def is_block(cls: str) -> bool:
+    """Whether a module class may be a block on its own: torch's own layers (a Linear, a ReLU) are too small to be one."""
+    return not cls.startswith("torch.nn.modules.") or cls.startswith(
+        ("torch.nn.modules.transformer.", "torch.nn.modules.container.")
+    )

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from autopar.capture.before.attribute_watch import watched_attributes
+
 Attribute = tuple[int, str]
 """id of a module, name of an attribute."""
 
@@ -20,30 +22,14 @@ def reads_before_writes(attributes: Set[Attribute]) -> Iterator[set[Attribute]]:
     """Yields the set that attributes enter when they are read, or deleted, before they were written."""
     written: set[Attribute] = set()
     read_first: set[Attribute] = set()
-    get, put, delete = nn.Module.__getattribute__, nn.Module.__setattr__, nn.Module.__delattr__
 
-    def watching_get(self: nn.Module, name: str) -> object:
-        key = (id(self), name)
+    def read(module: nn.Module, name: str) -> None:
+        key = (id(module), name)
         if key in attributes and key not in written:
             read_first.add(key)
-        return get(self, name)
 
-    def watching_put(self: nn.Module, name: str, value: object) -> None:
-        written.add((id(self), name))
-        put(self, name, value)  # type: ignore[arg-type]
+    def bound(module: nn.Module, name: str) -> None:
+        written.add((id(module), name))
 
-    def watching_delete(self: nn.Module, name: str) -> None:
-        key = (id(self), name)
-        if key in attributes and key not in written:
-            read_first.add(key)
-        delete(self, name)
-
-    nn.Module.__getattribute__ = watching_get  # type: ignore[method-assign,assignment]
-    nn.Module.__setattr__ = watching_put  # type: ignore[method-assign]
-    nn.Module.__delattr__ = watching_delete  # type: ignore[method-assign]
-    try:
+    with watched_attributes(read, bound, deleted=read):
         yield read_first
-    finally:
-        del nn.Module.__getattribute__
-        nn.Module.__setattr__ = put  # type: ignore[method-assign]
-        nn.Module.__delattr__ = delete  # type: ignore[method-assign]

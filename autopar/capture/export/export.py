@@ -30,7 +30,9 @@ from autopar.capture.export.parameters_with_grad import parameters_reached
 from autopar.capture.exported import Exported, Gives
 from autopar.capture.graph.conditions import guard_conditions
 from autopar.capture.known.known_blocks import known_forwards, prove
+from autopar.capture.known.known_transformers import without_cache
 from autopar.capture.while_traced import functions
+from autopar.capture.while_traced.alike import Repeats
 from autopar.capture.while_traced.autocast import check_outside
 from autopar.capture.while_traced.classes_without_module import classes_named
 from autopar.capture.while_traced.clocks import noted_clocks, same_graph
@@ -83,6 +85,11 @@ class _Step(nn.Module):
         self.gives = gives
         self.seen = _Seen()
         self.decisions: Decisions | None = None
+        self.repeats: Repeats | None = None
+
+    def _asked(self) -> int:
+        """How many questions about data were answered so far."""
+        return 0 if self.decisions is None else self.decisions.given
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Outputs, then the conditions under which the step is the example's."""
@@ -98,9 +105,15 @@ class _Step(nn.Module):
         state = state_of(self.model, self.loss_fn)
         ask = None if self.decisions is None else self.decisions.answer
         with watched(self.model, self.owned, dict(zip(self.names, leaves, strict=True)), ask) as watch:
+            if self.repeats is not None:
+                self.repeats.noted = lambda: (watch.noted(), self._asked())
+                self.repeats.is_followed = watch.follows
             with _assigned_buffers_written(self.model):
-                out = self.model(*args, **kwargs)
+                asked = without_cache(self.model, kwargs) if self.loss_fn is None and self.gives == "step" else kwargs
+                out = self.model(*args, **asked)
             loss, extras = loss_and_extras(out, self.loss_fn, targets, self.to_train)
+            if asked is not kwargs and (loss is None or not loss.requires_grad):
+                out = self.model(*args, **kwargs)  # nothing is trained, and the cache is what the step gives
         self.seen.changes = state.changes()
         has_loss = self.loss_fn is not None or (loss is not None and loss.requires_grad)
         self.seen.training = has_loss and self.gives == "step"

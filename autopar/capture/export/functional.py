@@ -14,7 +14,9 @@ from torch import fx, nn
 
 from autopar.capture.export.faster_export import lean
 from autopar.capture.export.in_place import UNDER_NO_GRAD, without_writes
+from autopar.capture.export.repeated import with_repeats
 from autopar.capture.source_lines import source_of
+from autopar.capture.while_traced.alike import repeats, traced_in_full
 from autopar.capture.while_traced.autocast import Region, settle
 from autopar.errors import CaptureError
 
@@ -33,9 +35,7 @@ def functional(traced: Any, writes: bool) -> Any:
 
 def traced_step(step: nn.Module, fakes: list[torch.Tensor]) -> tuple[Any, bool]:
     """The step exported on fake tensors, and whether it is still to be made functional. Raises CaptureError."""
-    with torch.compiler.set_stance("force_eager"), lean():  # functions under torch.compile are traced like any other
-        exported = torch.export.export(step, tuple(fakes), strict=False)
-    _inline_regions(exported.graph_module)
+    exported = _exported(step, fakes)
     _without_detached_constants(exported.graph_module.graph)
     exported.graph_module.graph.eliminate_dead_code()
     _check_nodes(exported.graph_module.graph)
@@ -46,6 +46,19 @@ def traced_step(step: nn.Module, fakes: list[torch.Tensor]) -> tuple[Any, bool]:
         return exported, False
     _merge_tied_buffers(exported)
     return exported, True
+
+
+def _exported(step: nn.Module, fakes: list[torch.Tensor]) -> Any:
+    """The step exported, without regions; in full where a call that others are like is not in one piece."""
+    # functions under torch.compile are traced like any other
+    with torch.compiler.set_stance("force_eager"), lean(), repeats(step) as calls:
+        step.repeats = calls  # type: ignore[assignment]
+        exported = torch.export.export(step, tuple(fakes), strict=False)
+    _inline_regions(exported.graph_module)
+    if with_repeats(exported, calls, _writes(exported.graph_module.graph)):
+        return exported
+    with traced_in_full():
+        return _exported(step, fakes)
 
 
 def _without_detached_constants(graph: fx.Graph) -> None:
@@ -187,6 +200,9 @@ def _inline_regions(module: fx.GraphModule) -> None:
         graph.erase_node(node)
         changed = True
     if changed:
+        for node in graph.nodes:
+            for read in node.all_input_nodes:
+                read.users.setdefault(node)  # torch's own inlining forgets readers that have it in a list
         module.recompile()
 
 

@@ -10,6 +10,7 @@ ranks. In all others rows stay in their places, so that tokens shard and microba
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,10 +24,20 @@ from autopar.capture.known.expert_gates import gate_of
 from autopar.capture.known.known_blocks import below, forward_class, know
 from autopar.ops.experts import experts
 from autopar.ops.grouped import grouped_mm
-from autopar.runtime.data.origin import module_of, name_of
+from autopar.runtime.data.origin import module_of, name_of, package_of
 
 Expert = Callable[[Tensor, Tensor], Tensor]
 """(rows (…, k), which expert each takes) → (…, n)."""
+
+
+def without_cache(model: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
+    """The named arguments of a step that computes a loss, without the cache that the library's models fill by default for
+    generation, and that nothing of a loss reads."""
+    computes_loss = package_of(type(model)) == "transformers" and named.get("labels") is not None
+    if not computes_loss or {"use_cache", "past_key_values"} & named.keys():
+        return named
+    takes = "use_cache" in inspect.signature(type(model).forward).parameters
+    return {**named, "use_cache": False} if takes else named
 
 
 def mixture(x: Tensor, chosen: Tensor, weights: Tensor, expert: Expert) -> Tensor:

@@ -21,7 +21,7 @@ from typing import Any
 from torch import fx
 
 from autopar.capture.graph.cast_marks import is_cast, may_part, shown
-from autopar.capture.source_lines import module_path, own_path
+from autopar.capture.source_lines import is_block, module_path, own_path
 from autopar.capture.templates.branches import Group, cut_at_branches
 from autopar.capture.while_traced import functions
 from autopar.ir.program import is_getitem
@@ -57,13 +57,6 @@ def block_of(node: fx.Node, families: dict[str, int]) -> str:
     return ""
 
 
-def _is_block(cls: str) -> bool:
-    """Whether a module class may be a block on its own: torch's own layers (a Linear, a ReLU) are too small to be one."""
-    return not cls.startswith("torch.nn.modules.") or cls.startswith(
-        ("torch.nn.modules.transformer.", "torch.nn.modules.container.")
-    )
-
-
 def repeated_containers(nodes: list[fx.Node]) -> dict[str, int]:
     """Container path -> how many of its numbered children are blocks of the most frequent kind: modules of one class, or
     torch's own layers where there are many that compute alike."""
@@ -73,12 +66,12 @@ def repeated_containers(nodes: list[fx.Node]) -> dict[str, int]:
             head, _, last = own_path(path).rpartition(".")
             if last.isdigit():
                 _, ops = children.setdefault(head, {}).setdefault(last, (str(cls), []))
-                if not _is_block(str(cls)):
+                if not is_block(str(cls)):
                     ops.append((node.target, *(_shape(read) for read in (node, *node.all_input_nodes))))
     families: dict[str, int] = {}
     for head, own in children.items():
         kinds = Counter((cls, tuple(ops)) for cls, ops in own.values())
-        counts = [count for (cls, _), count in kinds.items() if _is_block(cls) or count >= MANY_LAYERS]
+        counts = [count for (cls, _), count in kinds.items() if is_block(cls) or count >= MANY_LAYERS]
         families[head] = max(counts, default=0)
     return families
 

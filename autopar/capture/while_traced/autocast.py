@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from autopar.capture.explain import refusal
 from autopar.capture.source_lines import source_of
+from autopar.capture.while_traced.repeat_ops import MARKS
 from autopar.errors import CaptureError, InputError
 from autopar.runtime.comm.backends import BACKENDS
 
@@ -42,7 +43,7 @@ class Region:
 def settle(graph: fx.Graph, region: Region) -> None:
     """Put the casts of a region into its graph, all but those of regions inside it, which are settled already."""
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.meta.get(_SETTLED):
+        if node.op != "call_function" or node.meta.get(_SETTLED) or node.target in MARKS:
             continue
         node.meta[_SETTLED] = True
         if region.enabled:

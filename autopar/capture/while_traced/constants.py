@@ -70,6 +70,10 @@ class Constants:
         self._made: dict[int, _Made] = {}
         self._kept: dict[int, Tensor] = {}
 
+    def follows(self, tensor: Tensor) -> bool:
+        """Whether a tensor is known to be a constant."""
+        return id(tensor) in self._made
+
     def answer(self, func: Any, args: Any) -> Any:
         """The value that Python asks for, if it is one of a constant; else UNKNOWN."""
         value = self._value(args[0]) if func in _ASKED and args else None

@@ -54,6 +54,11 @@ class Decisions:
         """The lines that ask, each once."""
         return tuple(dict.fromkeys(" ".join(line.split()) for line, _ in self.answers))
 
+    @property
+    def given(self) -> int:
+        """How many questions were answered so far."""
+        return self._given
+
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Within the context questions to tensors are answered as the example answers them."""

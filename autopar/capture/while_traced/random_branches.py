@@ -29,6 +29,10 @@ class Drawn:
         self._uniform: set[int] = set()
         self._truth: dict[int, bool] = {}
 
+    def follows(self, tensor: Tensor) -> bool:
+        """Whether a tensor is computed of drawn numbers alone."""
+        return id(tensor) in self._kept
+
     def truth(self, func: Any, args: Any) -> bool | None:
         """The answer of a branch on random numbers whatever they are; None for other calls. Raises CaptureError where
         it may do either."""

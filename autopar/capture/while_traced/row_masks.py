@@ -83,6 +83,15 @@ class RowMasks:
             self.by_key[key, mask.shape] = RowMask(mask.clone(), key, mask, self)
         return self.by_key[key, mask.shape]
 
+    def noted(self) -> tuple[int, int]:
+        """How many masks and numbers of rows are known."""
+        return len(self.by_key), len(self.counts)
+
+
+def is_noted(tensor: Tensor) -> bool:
+    """Whether it is known how a tensor was computed of masks, or whose number of rows it is."""
+    return count_of(tensor) is not None or getattr(tensor, "_computed_as", None) is not None
+
 
 def count_of(value: Any) -> RowMask | None:
     """The mask whose number of rows a value is; None for any other value."""

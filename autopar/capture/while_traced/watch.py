@@ -30,7 +30,7 @@ from autopar.capture.while_traced.data_numbers import TEXT, Ask
 from autopar.capture.while_traced.decisions import Condition, asked_at
 from autopar.capture.while_traced.random_branches import Drawn
 from autopar.capture.while_traced.rewritten import cumulative, rewritten
-from autopar.capture.while_traced.row_masks import RowMasks, note
+from autopar.capture.while_traced.row_masks import RowMasks, is_noted, note
 from autopar.capture.while_traced.selected import Selected
 from autopar.capture.while_traced.selections import selection
 from autopar.errors import CaptureError, DataError
@@ -168,6 +168,14 @@ class _Watch(TorchFunctionMode):
         note(func, args, kwargs, result)
         self.constants.see(func, args, kwargs, result, writes)
         return result if writes else self.regions.detached(result)
+
+    def noted(self) -> tuple[int, ...]:
+        """So much was noted of calls until now."""
+        return len(self.detached), len(self.in_inference), len(self.held), *self.masks.noted()
+
+    def follows(self, tensor: Tensor) -> bool:
+        """Whether more is known of a tensor than its type: it is a constant, drawn, or says which rows are selected."""
+        return self.constants.follows(tensor) or self.drawn.follows(tensor) or is_noted(tensor)
 
     def hold(self, condition: Tensor, value: bool) -> None:
         self.held.append(Condition(condition, value, asked_at()))

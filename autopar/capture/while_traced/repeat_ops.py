@@ -1,0 +1,66 @@
+"""The ops that mark a traced call in the graph of a step, and the one that stands for a call which is like it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.fx.node import has_side_effect
+
+_LIBRARY = torch.library.Library("autopar_repeat", "DEF")
+_LIBRARY.define("begin(int block, Tensor[] roles) -> ()")
+_LIBRARY.define("end(int block, Tensor[] made) -> ()")
+_LIBRARY.define("repeat(int call, Tensor[] roles) -> Tensor[]")
+BEGIN = has_side_effect(torch.ops.autopar_repeat.begin.default)
+END = has_side_effect(torch.ops.autopar_repeat.end.default)
+REPEAT = torch.ops.autopar_repeat.repeat.default
+MARKS = (BEGIN, END, REPEAT)
+Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, tuple[int, ...]]
+"""A tensor that a call made: shape, strides, dtype, and the numbers of the roles that its gradient leads to."""
+_made: list[Sequence[Made]] = []
+
+
+@contextmanager
+def made_as(made: Sequence[Made]) -> Iterator[None]:
+    """Within the context `repeat` makes such tensors."""
+    _made.append(made)
+    try:
+        yield
+    finally:
+        _made.pop()
+
+
+class _Made(Function):
+    """An empty tensor whose gradient leads to other tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: Any, stride: Any, dtype: torch.dtype, *roles: Tensor) -> Tensor:
+        return torch.empty_strided(shape, stride, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("a call that stands for another one has no backward")
+
+
+def _mark(block: int, tensors: list[Tensor]) -> None:
+    pass
+
+
+def _repeat(call: int, roles: list[Tensor]) -> list[Tensor]:
+    return [
+        _Made.apply(shape, stride, dtype, *(roles[i] for i in reached))
+        if reached
+        else torch.empty_strided(shape, stride, dtype=dtype)
+        for shape, stride, dtype, reached in _made[-1]
+    ]
+
+
+for _name in ("begin", "end"):
+    _LIBRARY.impl(_name, _mark, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"autopar_repeat::{_name}", _mark, lib=_LIBRARY)
+for _key in ("Autograd", "CompositeExplicitAutograd"):
+    _LIBRARY.impl("repeat", _repeat, _key)
