@@ -7,7 +7,7 @@ and the usual fix.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,7 +27,8 @@ from autopar.capture.export.functional import check_writes, functional, traced_s
 from autopar.capture.export.named_constants import check_constants, named_by_content, same_constants
 from autopar.capture.export.parameters_with_grad import parameters_reached
 from autopar.capture.exported import Exported, Gives
-from autopar.capture.known.known_blocks import known_forwards, prove
+from autopar.capture.known.known_blocks import Known, known_forwards, prove
+from autopar.capture.known.loops.expert_loops import LOOPS, has_experts
 from autopar.capture.while_traced import functions
 from autopar.capture.while_traced.autocast import check_outside
 from autopar.capture.while_traced.classes_without_module import classes_named
@@ -214,7 +215,22 @@ def export_step(
     export = functools.partial(
         _export_step, model, inputs, loss_fn, targets, mode, pieces, as_example, guards, to_train, gives
     )
-    with classes_named(model), known_forwards(model) as uses:
+    try:
+        return _with_known(model, export, as_example, ())
+    except CaptureError as refused:
+        if not any(map(has_experts, model.modules())):
+            raise
+        try:
+            return _with_known(model, export, as_example, LOOPS)
+        except Exception:
+            raise refused from refused.__cause__
+
+
+def _with_known(
+    model: nn.Module, export: Callable[[], Exported], as_example: bool, others: Sequence[Known]
+) -> Exported:
+    """The step in which known forwards, and those of `others`, stand for modules that have such."""
+    with classes_named(model), known_forwards(model, others) as uses:
         first = not as_example  # what a compiled model leaves out would become guards there
         try:
             with noted_questions(as_in_eager=first) as asked:
