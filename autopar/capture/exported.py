@@ -24,7 +24,8 @@ class Exported:
     traced by another forward than their own, in words; sometimes: which of their tensors have a gradient in some steps only, by
     the modules' numbers. no_loss: what the model returned, where it is for inference. extras: of outputs after the loss, which
     loss_fn gave beside it; output_structure is then theirs. loss_path: where the loss was found among other outputs, such as
-    `out[1]`. followed: lines that ask what only data says, where the program goes the example's way."""
+    `out[1]`. followed: lines that ask what only data says, where the program goes the example's way. selects: whether
+    a mask of the data selected rows."""
 
     graph: fx.Graph
     kinds: dict[str, tuple[str, Any]]
@@ -44,6 +45,7 @@ class Exported:
     extras: int = 0
     loss_path: str = ""
     followed: tuple[str, ...] = ()
+    selects: bool = False
 
 
 class Captured(NamedTuple):

@@ -76,3 +76,25 @@ def with_choices(program: autopar.Program, op: str, choices: Mapping[str, str]) 
     assert isinstance(solution, Solution)
     plan = spmd_plan(problem, list(solution.choice), program.cluster, program.options, "by hand")
     return program.with_plan(replace(plan, order=program.plan.order))
+
+
+def carrying(program: autopar.Program, axis: str) -> autopar.Plan:
+    """The plan with the rows of every mixture travelling along an axis."""
+
+    def choices(stage: Any, choices: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple("+t0+e" if name == axis else "" for name, _ in zip(stage.mesh.names, choices, strict=True))
+
+    stages = []
+    for stage in program.plan.stages:
+        templates = {
+            name: replace(
+                template,
+                strategies={
+                    op: choices(stage, choice) if op.startswith("experts") else choice
+                    for op, choice in template.strategies.items()
+                },
+            )
+            for name, template in stage.templates.items()
+        }
+        stages.append(replace(stage, templates=templates))
+    return replace(program.plan, stages=tuple(stages))

@@ -7,8 +7,8 @@ and the usual fix.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,8 +29,9 @@ from autopar.capture.export.named_constants import check_constants, named_by_con
 from autopar.capture.export.parameters_with_grad import parameters_reached
 from autopar.capture.exported import Exported, Gives
 from autopar.capture.graph.conditions import guard_conditions
-from autopar.capture.known.known_blocks import known_forwards, prove
+from autopar.capture.known.known_blocks import Known, known_forwards, prove
 from autopar.capture.known.known_transformers import without_cache
+from autopar.capture.known.loops.expert_loops import LOOPS, has_experts
 from autopar.capture.while_traced import functions
 from autopar.capture.while_traced.alike import Repeats
 from autopar.capture.while_traced.autocast import check_outside
@@ -46,7 +47,7 @@ from autopar.errors import AutoparError, CaptureError, InputError
 class _Seen:
     """The facts that a run of the step tells beside its outputs, as far as it came. changes: of Python state. conditions:
     values under which the step is the example's, and lines that ask. structure: of outputs, of a training step those beside the
-    loss (extras: so many). reached: parameters that the loss depends on."""
+    loss (extras: so many). reached: parameters that the loss depends on. selects: whether a mask selected rows."""
 
     changes: list[Change] = field(default_factory=list)
     training: bool = False
@@ -56,6 +57,7 @@ class _Seen:
     no_loss: NoLoss | None = None
     reached: frozenset[str] = frozenset()
     conditions: list[tuple[bool, str]] = field(default_factory=list)
+    selects: bool = False
 
 
 class _Step(nn.Module):
@@ -115,6 +117,7 @@ class _Step(nn.Module):
             if asked is not kwargs and (loss is None or not loss.requires_grad):
                 out = self.model(*args, **kwargs)  # nothing is trained, and the cache is what the step gives
         self.seen.changes = state.changes()
+        self.seen.selects = any(watch.masks.noted())
         has_loss = self.loss_fn is not None or (loss is not None and loss.requires_grad)
         self.seen.training = has_loss and self.gives == "step"
         if not self.seen.training:
@@ -227,15 +230,29 @@ def export_step(
     gives: Gives = "step",
 ) -> Exported:
     """Capture one step; the loss is divided by `pieces`. branches, guards: see Options; to_train: see `capture_program`.
-    Where a trace asks what only data says, the step is traced again along the example's way.
+    Where a trace asks what only data says, the step is traced again along the example's way. A loop over experts becomes a mixture
+    where the step would else go one batch's way, or give every expert all rows.
 
     Raises CaptureError, InputError."""
     check_outside()
     export = functools.partial(
         _export_step, model, inputs, loss_fn, targets, mode, pieces, guards=guards, to_train=to_train, gives=gives
     )
-    with classes_named(model), known_forwards(model) as uses:
-        exported = along_the_example(export, branches, guards)
+    if not any(map(has_experts, model.modules())):
+        return _with_known(model, lambda: along_the_example(export, branches, guards))
+    with suppress(CaptureError):
+        exported = _with_known(model, lambda: along_the_example(export, "refuse", guards))
+        if not exported.selects:
+            return exported
+    with suppress(Exception):  # code of the user's that runs on numbers of ours
+        return _with_known(model, lambda: along_the_example(export, branches, guards), LOOPS)
+    return _with_known(model, lambda: along_the_example(export, branches, guards))
+
+
+def _with_known(model: nn.Module, export: Callable[[], Exported], others: Sequence[Known] = ()) -> Exported:
+    """The step in which known forwards, and those of `others`, stand for modules that have such."""
+    with classes_named(model), known_forwards(model, others) as uses:
+        exported = export()
     known_blocks, sometimes = prove(uses)
     return replace(exported, known_blocks=known_blocks, sometimes=sometimes)
 
@@ -328,6 +345,7 @@ def _export_step(
         extras=seen.extras,
         loss_path=seen.loss_path,
         followed=() if step.decisions is None else step.decisions.asked,
+        selects=seen.selects,
     )
 
 

@@ -85,10 +85,10 @@ def compared(
     own: Forward = type(module).forward
     given = _shortened(given, steps)
     try:
-        random = _Random(module, given, integers, _divisor(module))
+        random = RandomModule(module, given, integers, divisor_of(module))
         expected = random.values(own, random.first)
     except Exception:  # a forward that computes with sizes known to others than its module
-        random = _Random(module, given, integers, 1)
+        random = RandomModule(module, given, integers, 1)
         expected = random.values(own, random.first)
     tried: list[tuple[list[Tensor], Values]] = []
     draws: list[Draw] = []
@@ -138,7 +138,7 @@ def _finite(values: Values) -> bool:
 
 
 def _roundings(
-    random: _Random, own: Forward, known: Forward, expected: Values, values: Values
+    random: RandomModule, own: Forward, known: Forward, expected: Values, values: Values
 ) -> list[tuple[float, str]]:
     """The rounding of a forward's casts beyond that of the module's own, and results of other dtypes."""
     own_rounded, rounded = random.rounded(own), random.rounded(known)
@@ -156,18 +156,21 @@ def _difference(one: Tensor | None, other: Tensor | None) -> float:
     return float((one - other).abs().max() / one.abs().max().clamp_min(1e-30)) if one.numel() else 0.0
 
 
-class _Random:
-    """A copy of a module with random weights and inputs, sizes divided by `divisor`. first: its inputs, to begin with."""
+class RandomModule:
+    """A copy of a module with random weights and inputs, sizes divided by `divisor`. first: its inputs, to begin with, of no
+    more than `most_rows` rows."""
 
-    def __init__(self, module: nn.Module, given: Given, integers: Integers, divisor: int) -> None:
+    def __init__(
+        self, module: nn.Module, given: Given, integers: Integers, divisor: int, most_rows: int = MOST_ROWS
+    ) -> None:
         self._generator = torch.Generator().manual_seed(0)
         self.structure = given.structure
         self.module = _copied(module, divisor, self._generator)
-        self._given, self._integers, self._divisor = given, integers, divisor
+        self._given, self._integers, self._divisor, self._most_rows = given, integers, divisor, most_rows
         self.first = self._draw()
 
     def _draw(self) -> list[Tensor]:
-        shapes = _fewer_rows([tuple(t.shape) for t in self._given.tensors])
+        shapes = _fewer_rows([tuple(t.shape) for t in self._given.tensors], self._most_rows)
         tensors = []
         for tensor, (rows, *rest) in zip(self._given.tensors, (shape or (None,) for shape in shapes), strict=True):
             shape = () if rows is None else (rows, *(_divided(n, self._divisor) for n in rest))
@@ -200,14 +203,18 @@ class _Random:
             if found is None or len(draws) > MOST_DRAWS:
                 return
             doubted, tensors = doubtful(draws, found), self._draw()
+            always = set(_numbers(draws[1])).intersection(*map(_numbers, draws[2:])) if draws[1:] else set()
             for row in range(most):
                 rows = _all_alike(tensors, row)
                 told = self.told(rows, {}, chosen)
                 numbers = set(_numbers(told))
                 rare = any(often[pair] < OFTEN for pair in numbers)
-                if tuple(told.named.items()) not in seen and (rare or doubted & {n for _, n in numbers}):
+                if tuple(told.named.items()) not in seen and (
+                    rare or always - numbers or doubted & {n for _, n in numbers}
+                ):
                     seen.add(tuple(told.named.items()))
                     often.update(numbers)
+                    always &= numbers
                     yield rows
 
     def told(self, tensors: Sequence[Tensor], values: Values, chosen: Chosen | None) -> Draw:
@@ -216,7 +223,8 @@ class _Random:
         present = {
             name.removeprefix(GRADIENT): v is not None for name, v in values.items() if name.startswith(GRADIENT)
         }
-        return Draw(present, named(choices(chosen, self.module, args, kwargs)))
+        with torch.no_grad(), _by_default(torch.float64), Promote(torch.float64):
+            return Draw(present, named(choices(chosen, self.module, args, kwargs)))
 
     def values(self, forward: Forward, tensors: Sequence[Tensor]) -> Values:
         """Results, and gradients of a random linear function of them, by name. Casts inside the forward do not round."""
@@ -227,6 +235,19 @@ class _Random:
             results, _, _ = flatten(forward(module, *args, **kwargs))
             values: Values = {f"result {i}": t.detach() for i, t in enumerate(results)}
             return values | self._gradients(module, leaves, results)
+
+    def on_numbers(
+        self, forward: Forward, tensors: Sequence[Tensor]
+    ) -> tuple[nn.Module, list[Tensor], Callable[[Any], Any]]:
+        """The module and inputs anew, and what runs a forward on them within a context, in float64 and without gradients."""
+        module, given = copy.deepcopy(self.module), [t.clone() for t in tensors]
+        args, kwargs = rebuild(self.structure, list(given))
+
+        def run(context: Any) -> Any:
+            with torch.no_grad(), _by_default(torch.float64), Promote(torch.float64), context:
+                return forward(module, *args, **kwargs)
+
+        return module, given, run
 
     def rounded(self, forward: Forward) -> dict[str, Tensor]:
         """Results in float64 with the casts inside of the forward."""
@@ -326,7 +347,7 @@ def _random(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64) * 0.5
 
 
-def _divisor(module: nn.Module) -> int:
+def divisor_of(module: nn.Module) -> int:
     """A divisor of the large sizes of its weights, 1 where they are few."""
     weights = [*module.parameters(), *module.buffers()]
     sizes = {n for t in weights for n in t.shape if n > LARGE}
@@ -340,9 +361,9 @@ def _divided(n: int, divisor: int) -> int:
     return n // divisor if n > LARGE and n % divisor == 0 else n
 
 
-def _fewer_rows(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def _fewer_rows(shapes: Sequence[tuple[int, ...]], most_rows: int) -> list[tuple[int, ...]]:
     """The first dim of all shapes divided by one number, so that no more than so many rows are left."""
     rows = [shape[0] for shape in shapes if shape]
     common, most = math.gcd(*rows), max(rows, default=0)
-    parts = next((n for n in range(1, common + 1) if common % n == 0 and most // n <= MOST_ROWS), max(common, 1))
+    parts = next((n for n in range(1, common + 1) if common % n == 0 and most // n <= most_rows), max(common, 1))
     return [(shape[0] // parts, *shape[1:]) if shape else () for shape in shapes]

@@ -43,7 +43,7 @@ def gate_of(module: Any) -> tuple[Gate, bool] | None:
 def _candidates(module: nn.Module) -> list[Gate]:
     """Every activation, with the module's own limits and factors, the plain ones first."""
     if not getattr(module, "has_gate", False):
-        return [Gate(act, alpha) for act in ACTIVATIONS for alpha in ((1.0, QUICK_GELU) if act == "silu" else (1.0,))]
+        return gates_without_limits()
     limits = [None, *_held(module, _LIMITS)]
     alphas = [1.0, *_held(module, _ALPHAS), QUICK_GELU]
     return [
@@ -51,6 +51,11 @@ def _candidates(module: nn.Module) -> list[Gate]:
         for shift, limit, act in itertools.product((0.0, 1.0), limits, ACTIVATIONS)
         for alpha in (alphas if act == "silu" else [1.0])
     ]
+
+
+def gates_without_limits() -> list[Gate]:
+    """Every activation by name, plain."""
+    return [Gate(act, alpha) for act in ACTIVATIONS for alpha in ((1.0, QUICK_GELU) if act == "silu" else (1.0,))]
 
 
 def _held(module: nn.Module, names: tuple[str, ...]) -> list[float]:

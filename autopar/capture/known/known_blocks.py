@@ -40,7 +40,8 @@ class Known:
     """A forward for the modules that `matches` names. passed_on: named arguments that it hands to the module's own code, and
     that are None in the proof (a cache, which either forward would fill). steps: as many steps of a
     sequence, the second dim of what it is given, are enough for the proof, as its own forward is slow in them; None: all.
-    chosen: of what forward is given, which parts each row takes; None: an integer tensor among it says so, if any."""
+    chosen: of what forward is given, which parts each row takes; None: an integer tensor among it says so, if any.
+    applies: whether it may stand for a module's own forward of what that is given; None: always."""
 
     matches: Callable[[nn.Module], bool]
     forward: Forward
@@ -48,6 +49,7 @@ class Known:
     passed_on: frozenset[str] = frozenset()
     steps: Callable[[nn.Module], int] | None = None
     chosen: Chosen | None = None
+    applies: Callable[..., bool] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,18 +130,19 @@ def forward_of(
     return add
 
 
-def forward_class(module: nn.Module) -> type:
+def forward_class(module: nn.Module) -> type[nn.Module]:
     """The class that the forward of a module comes from."""
     return next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
 
 
 @contextmanager
-def known_forwards(model: nn.Module) -> Iterator[list[Use]]:
-    """Within the context known modules of the model run by their known forward. Yields their uses, once they have run."""
+def known_forwards(model: nn.Module, others: Sequence[Known] = ()) -> Iterator[list[Use]]:
+    """Within the context known modules of the model run by their known forward. others: known forwards for modules that none of
+    those stands for. Yields their uses, once they have run."""
     uses: list[Use] = []
     replaced: list[nn.Module] = []
     for name, module in model.named_modules():
-        known = next((one for one in _KNOWN if one.matches(module)), None)
+        known = next((one for one in (*_KNOWN, *others) if one.matches(module)), None)
         if known is not None and "forward" not in vars(module):
             vars(module)["forward"] = types.MethodType(_noting(name, known, uses, len(replaced)), module)
             replaced.append(module)
@@ -152,6 +155,8 @@ def known_forwards(model: nn.Module) -> Iterator[list[Use]]:
 
 def _noting(name: str, known: Known, uses: list[Use], number: int) -> Forward:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if known.applies is not None and not known.applies(self, *args, **kwargs):
+            return forward_class(self).forward(self, *args, **kwargs)
         proven = {key: None if key in known.passed_on else value for key, value in kwargs.items()}
         tensors, _, structure = flatten((args, proven))
         likes = tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors)
@@ -208,11 +213,15 @@ def prove(uses: Sequence[Use]) -> tuple[tuple[str, ...], dict[int, Sometimes]]:
 
 
 def _key(use: Use) -> Any:
+    return use.known, *facts_of(use.module, use.given)
+
+
+def facts_of(module: nn.Module, given: Given) -> tuple[Any, ...]:
     """The facts that a proof depends on."""
-    weights = tuple((name, tuple(p.shape)) for name, p in use.module.named_parameters())
-    given = tuple((tuple(t.shape), t.dtype) for t in use.given.tensors)
-    plain = tuple((k, repr(v)) for k, v in vars(use.module).items() if isinstance(v, (bool, int, float, str)))
-    return type(use.module), use.known, weights, given, repr(use.given.structure), plain
+    weights = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
+    tensors = tuple((tuple(t.shape), t.dtype) for t in given.tensors)
+    plain = tuple((k, repr(v)) for k, v in vars(module).items() if isinstance(v, (bool, int, float, str)))
+    return type(module), weights, tensors, repr(given.structure), plain
 
 
 def _prove(use: Use) -> Sometimes:

@@ -174,9 +174,9 @@ def dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: T
 
 
 def all_of_them(experts: Sequence[nn.Module], layer: str) -> tuple[Tensor, Tensor | None]:
-    """Weights and biases of a Linear that every expert has, stacked."""
+    """Weights and biases of a layer that every expert has, stacked."""
     layers: list[Any] = [expert.get_submodule(layer) for expert in experts]
-    biases = None if layers[0].bias is None else torch.stack([one.bias for one in layers])
+    biases = None if getattr(layers[0], "bias", None) is None else torch.stack([one.bias for one in layers])
     return torch.stack([one.weight for one in layers]), biases
 
 

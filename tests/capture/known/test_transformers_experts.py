@@ -11,6 +11,7 @@ import torch
 
 import autopar
 from tests.measure import measure_peak
+from tests.ops.rings import carrying
 
 transformers = pytest.importorskip("transformers")
 
@@ -87,28 +88,6 @@ def random_model(name: str, sizes: dict[str, Any]) -> Any:
 def tokens(seed: int = 0) -> dict[str, torch.Tensor]:
     ids = torch.randint(3, 64, (8, 8), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": ids, "labels": ids}
-
-
-def carrying(program: autopar.Program, axis: str) -> autopar.Plan:
-    """The plan with the rows of every mixture travelling along an axis."""
-
-    def choices(stage: Any, choices: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple("+t0+e" if name == axis else "" for name, _ in zip(stage.mesh.names, choices, strict=True))
-
-    stages = []
-    for stage in program.plan.stages:
-        templates = {
-            name: replace(
-                template,
-                strategies={
-                    op: choices(stage, choice) if op.startswith("experts") else choice
-                    for op, choice in template.strategies.items()
-                },
-            )
-            for name, template in stage.templates.items()
-        }
-        stages.append(replace(stage, templates=templates))
-    return replace(program.plan, stages=tuple(stages))
 
 
 @pytest.mark.parametrize("name", IN_ONE_OP)
