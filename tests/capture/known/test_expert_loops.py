@@ -131,6 +131,7 @@ def check_trains_as_eager(form: type[nn.Module], kind: type[nn.Module] = forms.M
         assert max(float((found[name] - expected[name]).abs().max()) for name in expected) <= 1e-9
 
 
+@pytest.mark.slow
 def test_a_loop_trains_as_eager_over_data_and_over_experts() -> None:
     """AdamW's moments of experts that no row chose stay, and the parameters are the user's own, by name."""
     check_trains_as_eager(forms.OneHotPermuted, forms.SwiGlu)

@@ -147,4 +147,4 @@ def _numbers(module: nn.Module, shape: tuple[int, ...], generator: torch.Generat
 
 
 LOOPS = (Known(has_experts, experts_of_a_loop, _numbers, chosen=chosen_experts, applies=applies),)
-"""What stands for modules that loop over experts."""
+"""The known forwards that stand for modules that loop over experts."""

@@ -139,7 +139,7 @@ def _writes(name: str, kwargs: Any) -> bool:
 
 
 def _held(name: str, result: Any) -> Any:
-    """What is recorded of a held call: numbers know that data decided them; of a shape the first dim."""
+    """The record of a held call's result: numbers know that data decided them; of a shape the first dim."""
     if name in _PLAIN:
         return result
     if name == "shape" or (name == "size" and isinstance(result, tuple)):

@@ -1,4 +1,4 @@
-"""What a loop over experts computes, concluded from a run of it on numbers.
+"""The sum that a loop over experts computes, concluded from a run of it on numbers.
 
     y[t] = sum over j of weights[t, j] · expert[chosen[t, j]](x[t])
 
@@ -75,7 +75,7 @@ def _kept(chosen: Tensor, experts: int, capacity: int, choices_first: bool) -> T
 
 
 def concluded(run: Run, experts: int) -> Routing | None:
-    """What a forward computes with so many experts; None where it is no such sum. Raises whatever forward raises."""
+    """The sum that a forward computes with so many experts; None where it is no such sum. Raises whatever forward raises."""
     first, given, _ = _recorded(run, None)
     if not first.calls:
         return None
@@ -154,7 +154,7 @@ def _choices(
 
 
 def _guesses(values: dict[Place, Tensor], chosen: Tensor, experts: int) -> Iterator[tuple[Weights, Tensor]]:
-    """What the weights (rows, choices) may be, of equal ones the last."""
+    """Tensors that may be the weights (rows, choices), of equal ones the last."""
     valid, seen = (chosen >= 0) & (chosen < experts), list[Tensor]()
     for place, value in reversed(values.items()):
         if not value.is_floating_point():
