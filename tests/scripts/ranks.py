@@ -7,7 +7,6 @@ threads, each of which is given the script's batches.
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import queue
 import sys
@@ -165,21 +164,15 @@ def parallelized(
                 trains = [p for group in entry.optimizer.param_groups for p in group["params"]]
                 entry = replace(entry, optimizer=factory_of(entry.optimizer, held), trains=trains)
             of_entries[name] = entry
-        compile_it = functools.partial(
-            autopar.compile,
+        program = autopar.compile(
             model,
             autopar.ClusterSpec.local(ranks),
             batch,
             optimizer=factory_of(optimizer, held),
             entries=of_entries,
+            options=autopar.Options(idle_ranks=False),
             **asked,
         )
-        try:
-            program = compile_it(options=autopar.Options(idle_ranks=False))
-        except autopar.CaptureError as error:
-            if 'branches="as-example"' not in str(error):
-                raise
-            program = compile_it(options=autopar.Options(idle_ranks=False, branches="as-example"))
         steps.append(EveryRank(plan_of(program), model, optimizer))
         return steps[-1]
 

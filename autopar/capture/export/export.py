@@ -230,8 +230,8 @@ def export_step(
     gives: Gives = "step",
 ) -> Exported:
     """Capture one step; the loss is divided by `pieces`. branches, guards: see Options; to_train: see `capture_program`.
-    Where a trace asks what only data says, the step is traced again along the example's way. A loop over experts becomes a mixture
-    where the step would else go one batch's way, or give every expert all rows.
+    Where a trace asks what only data says, the step is traced again along the example's way. A loop over experts becomes a
+    mixture where the step would else go one batch's way, or give every expert all rows.
 
     Raises CaptureError, InputError."""
     check_outside()

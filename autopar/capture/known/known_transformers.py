@@ -32,9 +32,13 @@ Expert = Callable[[Tensor, Tensor], Tensor]
 
 def without_cache(model: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
     """The named arguments of a step that computes a loss, without the cache that the library's models fill by default for
-    generation, and that nothing of a loss reads."""
+    generation, and that nothing of a loss reads. With windows of attention the cache stays: without it the library also looks for
+    packed sequences, which makes masks that are no longer known by position."""
     computes_loss = package_of(type(model)) == "transformers" and named.get("labels") is not None
-    if not computes_loss or {"use_cache", "past_key_values"} & named.keys():
+    config = getattr(model, "config", None)
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    windows = bool(kinds) or getattr(config, "sliding_window", None) is not None
+    if not computes_loss or windows or {"use_cache", "past_key_values"} & named.keys():
         return named
     takes = "use_cache" in inspect.signature(type(model).forward).parameters
     return {**named, "use_cache": False} if takes else named
