@@ -56,7 +56,11 @@ class Beside(Block):
 
     def forward(self, x: Tensor, *, first: Tensor, scale: float = 1.0) -> dict[str, Any]:
         inner = self.up(self.norm(x))
-        return {"x": x + self.down(inner) * scale, "beside": (inner.mean(), first), "positive": inner.sum() > 0}
+        return {
+            "x": x + self.down(inner) * scale,
+            "beside": (inner.mean(), first),
+            "positive": (inner.sum() > 0).to(x.dtype),
+        }
 
 
 class Leaving(Block):
