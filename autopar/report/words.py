@@ -110,6 +110,8 @@ def report(program: Compiled) -> str:
         lines.append(f"trained on {path}, the only scalar with a gradient that the model returns")
     for known in program.captured.exported.known_blocks:
         lines.append(f"{known}: traced by a forward that was proven to give its values and gradients in float64")
+    if program.captured.exported.selects:
+        lines.append("rows that a mask selects are computed in their places, beside the rows that it leaves out")
     for line in program.captured.exported.followed:
         lines.append(f"goes the way of the example batch, and checks that every batch does: {line}")
     for op, rule in solver.discovered_rules.items():

@@ -200,6 +200,7 @@ def test_experts_that_make_no_mixture_compute_all_rows(model: nn.Module) -> None
     x = torch.randn(8, 4, D)
     program = autopar.compile(model, autopar.ClusterSpec.local(2), (x, x), loss_fn=first_sum)
     assert not program.captured.exported.known_blocks
+    assert "rows that a mask selects are computed in their places" in program.report()
     assert autopar.verify(program, model, (x, x), steps=1).ok
 
 
