@@ -97,7 +97,7 @@ class Lattice:
         n = len(self._numbers)
         self.places = np.full(len(letters.specs), -1)
         self.places[self._numbers] = np.arange(n)
-        self._between: dict[tuple[tuple[int, ...], bytes, bytes], np.ndarray] = {}
+        self._between: dict[tuple[tuple[int, ...], tuple[int, ...], bytes, bytes], np.ndarray] = {}
         self.costs = np.full((n, n), np.inf)
         np.fill_diagonal(self.costs, 0.0)
         source, target = self.places[steps.source], self.places[steps.target]
@@ -146,7 +146,7 @@ class Lattice:
     def between(self, before: np.ndarray, after: np.ndarray) -> np.ndarray:
         """Cost of the conversions from these specs to those, by their numbers, which are broadcast against each other;
         found once, so nobody may write into them. Raises KeyError with the first spec that is none of the lattice's."""
-        key = before.shape, before.tobytes(), after.tobytes()
+        key = before.shape, after.shape, before.tobytes(), after.tobytes()
         if key not in self._between:
             self._between[key] = self._costs_between(before, after)
             self._between[key].flags.writeable = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -98,6 +99,20 @@ def test_path_costs_what_the_lattice_says(index: int, data: st.DataObject) -> No
         spec = following
     assert spec == b
     assert abs(total - lattice.cost(a, b)) <= 1e-12
+
+
+def test_costs_between_many_specs_are_those_of_every_pair() -> None:
+    """The same numbers as a row, as a column and as a square, each asked for twice."""
+    lattice = pricer(1).lattice(TensorType(SHAPE, torch.float32))
+    specs = lattice.specs[:4]
+    numbers = np.array([lattice.letters.number[spec] for spec in specs])
+    pairs = [[lattice.cost(a, b) for b in specs] for a in specs]
+    alone = [lattice.cost(a, a) for a in specs]
+    for _ in range(2):
+        assert lattice.between(numbers[:, None], numbers).tolist() == pairs
+        assert lattice.between(numbers[:, None], numbers[:, None]).tolist() == [[cost] for cost in alone]
+        assert lattice.between(numbers[:, None], numbers[None, :]).tolist() == pairs
+        assert lattice.between(numbers, numbers).tolist() == alone
 
 
 def test_prices_belong_to_their_mesh() -> None:
