@@ -18,9 +18,9 @@ import torch
 from torch import fx, nn
 
 from autopar.capture.examples.inputs import batch_dim
-from autopar.capture.export.export import export_step
 from autopar.capture.export.fake import fake_mode
 from autopar.capture.export.faster_export import lean
+from autopar.capture.export.step import export_step
 from autopar.capture.exported import Captured, Exported, Gives
 from autopar.capture.graph.channels_last import keep_channels_last
 from autopar.capture.graph.head_losses import join_head_losses

@@ -7,9 +7,9 @@ and the usual fix.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,20 +22,15 @@ from autopar.capture.before.two_steps import Steps
 from autopar.capture.before.unsupported_state import check_inputs, check_model, check_written_buffers, shared_memory
 from autopar.capture.examples.trees import flatten, rebuild, tensors_of_extras
 from autopar.capture.explain import dynamic, dynamic_node, explain, first_line, quiet, user_frame
-from autopar.capture.export.example_way import along_the_example
 from autopar.capture.export.fake import fake_like, faked
 from autopar.capture.export.functional import check_writes, functional, traced_step
 from autopar.capture.export.named_constants import check_constants, named_by_content, same_constants
 from autopar.capture.export.parameters_with_grad import parameters_reached
 from autopar.capture.exported import Exported, Gives
 from autopar.capture.graph.conditions import guard_conditions
-from autopar.capture.known.known_blocks import Known, known_forwards, prove
 from autopar.capture.known.known_transformers import without_cache
-from autopar.capture.known.loops.expert_loops import LOOPS, has_experts
 from autopar.capture.while_traced import functions
 from autopar.capture.while_traced.alike import Repeats
-from autopar.capture.while_traced.autocast import check_outside
-from autopar.capture.while_traced.classes_without_module import classes_named
 from autopar.capture.while_traced.clocks import noted_clocks, same_graph
 from autopar.capture.while_traced.decisions import Condition, Decisions, decisions_of
 from autopar.capture.while_traced.scalar_outputs import NoLoss, loss_and_extras, path_among_others
@@ -217,47 +212,7 @@ def _describe(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def export_step(
-    model: nn.Module,
-    inputs: Any,
-    loss_fn: Any,
-    targets: int,
-    mode: FakeTensorMode,
-    pieces: int = 1,
-    branches: str = "guard",
-    guards: bool = True,
-    to_train: bool = False,
-    gives: Gives = "step",
-) -> Exported:
-    """Capture one step; the loss is divided by `pieces`. branches, guards: see Options; to_train: see `capture_program`.
-    Where a trace asks what only data says, the step is traced again along the example's way. A loop over experts becomes a
-    mixture where the step would else go one batch's way, or give every expert all rows.
-
-    Raises CaptureError, InputError."""
-    check_outside()
-    export = functools.partial(
-        _export_step, model, inputs, loss_fn, targets, mode, pieces, guards=guards, to_train=to_train, gives=gives
-    )
-    if not any(map(has_experts, model.modules())):
-        return _with_known(model, lambda: along_the_example(export, branches, guards))
-    with suppress(CaptureError):
-        exported = _with_known(model, lambda: along_the_example(export, "refuse", guards))
-        if not exported.selects:
-            return exported
-    with suppress(Exception):  # code of the user's that runs on numbers of ours
-        return _with_known(model, lambda: along_the_example(export, branches, guards), LOOPS)
-    return _with_known(model, lambda: along_the_example(export, branches, guards))
-
-
-def _with_known(model: nn.Module, export: Callable[[], Exported], others: Sequence[Known] = ()) -> Exported:
-    """The step in which known forwards, and those of `others`, stand for modules that have such."""
-    with classes_named(model), known_forwards(model, others) as uses:
-        exported = export()
-    known_blocks, sometimes = prove(uses)
-    return replace(exported, known_blocks=known_blocks, sometimes=sometimes)
-
-
-def _export_step(
+def export_once(
     model: nn.Module,
     inputs: Any,
     loss_fn: Any,
@@ -269,7 +224,8 @@ def _export_step(
     to_train: bool,
     gives: Gives,
 ) -> Exported:
-    """follow: branches on data go the example's way."""
+    """The step, traced one way. pieces: what the loss is divided by; follow: branches on data go the example's way; guards: see
+    Options; to_train: see `capture_program`. Raises CaptureError, InputError."""
     leaves, names, structure = flatten(inputs)
     check_inputs(leaves, names)
     check_model(model, loss_fn)
