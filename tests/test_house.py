@@ -87,7 +87,7 @@ ROOMS = {
     """,
     "capture": """
         before examples
-        source_lines explain
+        source_lines explain dead_code
         while_traced
         exported
         known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import linecache
 import logging
@@ -148,6 +149,7 @@ def refusal(does: str, instead: str, kind: type[CaptureError] = CaptureError) ->
     return kind(f"forward {does}{f' at {where}' if where else ''}: {instead}")
 
 
+@functools.cache
 def is_user_file(filename: str) -> bool:
     """Whether a file is neither torch's nor the compiler's."""
     path = filename.replace("\\", "/")

@@ -25,6 +25,7 @@ from autopar.runtime.data.origin import package_of
 
 _FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "autopar", "passes", "costmodel", "codegen"}
 _MODULE_TABLES = ("_parameters", "_buffers", "_modules")
+_NOTHING_INSIDE = (StandIn, *state_slots.PLAIN, torch.Tensor, type)
 _KEPT_BY_RNNS = ("_flat_weights", "_flat_weight_refs")
 
 
@@ -106,7 +107,9 @@ class _Finder:
 
     def visit(self, name: str, value: object) -> None:
         """Remember what can change inside `value`."""
-        if isinstance(value, (StandIn, *state_slots.PLAIN, torch.Tensor, type)) or id(value) in self.seen:
+        if type(value) in state_slots.PLAIN or id(value) in self.seen:
+            return
+        if isinstance(value, _NOTHING_INSIDE):
             return
         if isinstance(value, nn.Module):
             for path, module in value.named_modules(prefix=name):
@@ -116,12 +119,12 @@ class _Finder:
             self._function(value)
             return
         self.seen[id(value)] = value
-        if (generator := state_slots.generator(name, value)) is not None:
-            self.state.places.append(generator)
-        elif state_slots.is_container(value):
+        if state_slots.is_container(value):
             self.state.places.append(state_slots.container(name, value))
             for key, item in list(state_slots.items(value).items()):
                 self.visit(f"{name}[{key!r}]", item)
+        elif (generator := state_slots.generator(name, value)) is not None:
+            self.state.places.append(generator)
         elif isinstance(value, (tuple, frozenset)):
             self.state.fixed |= set(map(id, value))
             for i, item in enumerate(value):
@@ -143,9 +146,11 @@ class _Finder:
     def _class(self, cls: type) -> None:
         """Values that instances of the user's classes share, and what their methods name."""
         for base in cls.__mro__:
-            if package_of(base) in _FOREIGN or id(base) in self.seen:
+            if id(base) in self.seen:
                 continue
             self.seen[id(base)] = base
+            if package_of(base) in _FOREIGN:
+                continue
             self.state.places.append(state_slots.class_values(base))
             for key, value in list(vars(base).items()):
                 if isinstance(value, types.FunctionType):
@@ -160,10 +165,10 @@ class _Finder:
         function = getattr(value, "__func__", value)
         if not isinstance(function, types.FunctionType) or id(function) in self.seen:
             return
+        self.seen[id(function)] = function
         package = package_of(function)
         if package in _FOREIGN:
             return
-        self.seen[id(function)] = function
         self.state.functions.append(function)
         self.visit(function.__name__, vars(function))
         self.visit(function.__name__, (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))

@@ -7,6 +7,7 @@ of a container, the cell of a closure, names of a file, the state of a random ge
 from __future__ import annotations
 
 import collections
+import itertools
 import operator
 import random
 import types
@@ -21,13 +22,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.capture.before.stand_ins import StandIn
 
-Values = Mapping[object, object]
+Values = Mapping[Any, object]
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 MOST_ITEMS = 4096
 """Containers with more items are remembered by their size alone."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Place:
     """Values by key as they were, and how to read and write them now. owner: what has them; name: the place in words."""
 
@@ -40,6 +41,12 @@ class Place:
     def changes(self) -> list[object]:
         """Keys whose value is another one now."""
         now = self.read()
+        if len(now) == len(self.before):
+            pairs = zip(
+                itertools.chain(now, now.values()), itertools.chain(self.before, self.before.values()), strict=True
+            )
+            if not now or all(itertools.starmap(operator.is_, pairs)):
+                return []
         keys = dict.fromkeys((*self.before, *now))
         return [k for k in keys if not _same(self.before.get(k, _ABSENT), now.get(k, _ABSENT))]
 
@@ -65,21 +72,19 @@ def attributes(name: str, owner: object, table: dict[str, object]) -> Place:
         table.clear()
         table.update({str(key): value for key, value in old.items()})
 
-    def read() -> Values:
-        return {key: table[key] for key in table}
-
-    return place(name, owner, read, write)
+    return place(name, owner, lambda: table, write)
 
 
 def is_container(value: object) -> bool:
     return isinstance(value, (dict, list, set, collections.deque))
 
 
-def items(value: object) -> Values:
-    """The items of a container by key; its size where there are too many."""
-    assert isinstance(value, Collection)
+def items(value: Any) -> Values:
+    """The items of a container by key, or the container itself; its size where there are too many."""
     if len(value) > MOST_ITEMS:
         return {"": len(value)}
+    if type(value) in (dict, collections.OrderedDict):
+        return value
     if isinstance(value, dict):
         return dict(dict.items(value))  # a class of the user's may have methods of its own under these names
     return {item: item for item in value} if isinstance(value, set) else dict(enumerate(value))
@@ -217,6 +222,9 @@ def _same(before: object, now: object) -> bool:
     if isinstance(before, np.ndarray) and isinstance(now, np.ndarray):
         return bool(np.array_equal(before, now))
     if isinstance(before, (tuple, list)) and isinstance(now, (tuple, list)):
+        types_before, types_now = [*map(type, before)], [*map(type, now)]
+        if types_before == types_now and all(map(PLAIN.__contains__, types_before)):
+            return before == now
         return len(before) == len(now) and all(map(_same, before, now))
     if isinstance(before, dict) and isinstance(now, dict):
         return before.keys() == now.keys() and all(_same(before[k], now[k]) for k in before)

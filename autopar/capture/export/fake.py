@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses import fake_impls
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autopar.ops.dialect import SHAPES
 
@@ -29,7 +29,8 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     with mode:
         fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(fake, requires_grad=tensor.requires_grad and tensor.numel() > 0)
+        fake._is_param = True  # as nn.Parameter does with a tensor of another class, after a detach
+        return fake.requires_grad_(tensor.requires_grad and tensor.numel() > 0)
     return fake.requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else fake
 
 
@@ -48,7 +49,13 @@ def faked(model: nn.Module, mode: FakeTensorMode) -> Iterator[dict[int, str]]:
                 for name, tensor in list(table.items()):
                     if tensor is None:
                         continue
-                    fake = memo.setdefault(id(tensor), fake_like(tensor, mode))
+                    fake = memo.get(id(tensor))
+                    if fake is None:
+                        fake = memo[id(tensor)] = fake_like(tensor, mode)
+                        if (
+                            isinstance(fake, FakeTensor) and fake.requires_grad
+                        ):  # a leaf: no trace can leave anything in it, so export needs no copy
+                            mode.fake_tensor_converter.set_tensor_memo(fake, fake)
                     names.setdefault(id(fake), f"{prefix}.{name}" if prefix else name)
                     undo.append((module, table, name, tensor))
                     _put(module, table, name, fake, is_parameter)

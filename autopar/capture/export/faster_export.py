@@ -1,8 +1,9 @@
 """Export without the work whose result nobody reads.
 
 Every pass of `torch.export` prints its graph as Python and compiles the text, whose forward nobody calls; the garbage
-collector walks over nodes and fake tensors that all live as long as the trace; and every node gets the whole Python stack,
-of which all frames but those of methods `forward` are then dropped.
+collector walks over nodes and fake tensors that all live as long as the trace; every node gets the whole Python stack, of which
+all frames but those of methods `forward` are then dropped, and beside its value a description of it; and every attribute of a
+tensor that the tracer reads itself passes the function modes which are there for the user's code.
 """
 
 from __future__ import annotations
@@ -12,24 +13,44 @@ import sys
 import traceback
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 from unittest import mock
 
+import torch
 from torch.fx import proxy
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental import proxy_tensor
 
 
 @contextmanager
 def lean() -> Iterator[None]:
-    """Within the context graph modules are compiled when they are called, garbage waits, and stacks are of `forward` alone."""
+    """Within the context graph modules are compiled when they are called, garbage waits, stacks are of `forward` alone, and nodes
+    have no `tensor_meta`."""
     collects = gc.isenabled()
     gc.disable()
     try:
-        with _use_lazy_graph_module(True), mock.patch.object(proxy, "CapturedTraceback", _Stack):
+        with _use_lazy_graph_module(True), ExitStack() as patches:
+            patches.enter_context(mock.patch.object(proxy, "CapturedTraceback", _Stack))
+            patches.enter_context(mock.patch.object(proxy_tensor, "_extract_tensor_metadata", _not_described))
+            patches.enter_context(mock.patch.object(proxy_tensor, "track_tensor_tree", _track_tensor_tree))
             yield
     finally:
         if collects:
             gc.enable()
+
+
+def _not_described(value: object) -> None:
+    """In place of torch's `_extract_tensor_metadata`."""
+
+
+_OF_TORCH = proxy_tensor.track_tensor_tree
+
+
+def _track_tensor_tree(*args: Any, **kwargs: Any) -> Any:
+    """torch's own, outside function modes."""
+    with torch._C.DisableTorchFunction():
+        return _OF_TORCH(*args, **kwargs)
 
 
 class _Stack:

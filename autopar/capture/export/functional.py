@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autopar.capture.dead_code import remove_dead_code
 from autopar.capture.export.faster_export import lean
 from autopar.capture.export.in_place import UNDER_NO_GRAD, without_writes
 from autopar.capture.export.repeated import with_repeats
@@ -37,7 +38,7 @@ def traced_step(step: nn.Module, fakes: list[torch.Tensor]) -> tuple[Any, bool]:
     """The step exported on fake tensors, and whether it is still to be made functional. Raises CaptureError."""
     exported = _exported(step, fakes)
     _without_detached_constants(exported.graph_module.graph)
-    exported.graph_module.graph.eliminate_dead_code()
+    remove_dead_code(exported.graph_module.graph)
     _check_nodes(exported.graph_module.graph)
     writes = _writes(exported.graph_module.graph)
     if writes:

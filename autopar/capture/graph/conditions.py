@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from autopar.capture.dead_code import remove_dead_code
 from autopar.ops.integers import expect
 
 aten = torch.ops.aten
@@ -33,7 +34,7 @@ def guard_conditions(graph: fx.Graph, conditions: Sequence[str], values: Sequenc
             expected = graph.call_function(expect, (held, wanted))
         expected.meta = {**held.meta, "stack_trace": asked}
         output.replace_input_with(condition, expected)
-    graph.eliminate_dead_code()
+    remove_dead_code(graph)
 
 
 def of_each_element(condition: fx.Node, value: bool) -> tuple[fx.Node, bool] | None:

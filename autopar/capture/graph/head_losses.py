@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autopar.capture.dead_code import remove_dead_code
 from autopar.capture.exported import Exported
 from autopar.capture.graph.cast_marks import shown
 from autopar.ir.program import op_name
@@ -35,7 +36,7 @@ def join_head_losses(exported: Exported, reach: Collection[fx.Node], mode: FakeT
     for node in list(exported.graph.nodes):
         if node.target is aten.cross_entropy_loss.default and node in reach:
             _join(exported, node, reach, mode)
-    exported.graph.eliminate_dead_code()
+    remove_dead_code(exported.graph)
 
 
 def _join(exported: Exported, loss: fx.Node, reach: Collection[fx.Node], mode: FakeTensorMode) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.capture.dead_code import remove_dead_code
 from autopar.capture.exported import Exported
 from autopar.capture.graph.channels_last import is_kept
 from autopar.capture.graph.position_masks import without_position_masks
@@ -43,7 +44,7 @@ def tidied(exported: Exported) -> Exported:
     for node in graph.nodes:
         if node.target is aten.scaled_dot_product_attention.default:
             _without_repeats(node)
-    graph.eliminate_dead_code()
+    remove_dead_code(graph)
     held = [n for n in graph.nodes if n.op == "placeholder" and exported.kinds[n.name][0] == "constant"]
     unread = [n for n in held if not n.users]
     read = {exported.kinds[n.name][1] for n in held if n.users}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.capture.dead_code import remove_dead_code
 from autopar.capture.graph.channels_last import is_kept
 from autopar.errors import CaptureError
 from autopar.ir.program import is_getitem, op_name
@@ -50,7 +51,7 @@ def canonicalize(module: fx.GraphModule) -> None:
         elif node.op == "placeholder":
             node.meta["type"] = _type_of(node.meta["val"])
     merge_equal(graph)
-    graph.eliminate_dead_code()
+    remove_dead_code(graph)
     _name_values(graph)
     graph.lint()
 

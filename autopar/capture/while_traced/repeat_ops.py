@@ -12,9 +12,14 @@ from torch.autograd import Function
 from torch.fx.node import has_side_effect
 
 _LIBRARY = torch.library.Library("autopar_repeat", "DEF")
-_LIBRARY.define("begin(int block, Tensor[] roles) -> ()")
-_LIBRARY.define("end(int block, Tensor[] made) -> ()")
-_LIBRARY.define("repeat(int call, Tensor[] roles) -> Tensor[]")
+_TAGS = (torch.Tag.flexible_layout,)
+"""A trace keeps the values of all operands in the nodes of other ops."""
+for _schema in (
+    "begin(int block, Tensor[] roles) -> ()",
+    "end(int block, Tensor[] made) -> ()",
+    "repeat(int call, Tensor[] roles) -> Tensor[]",
+):
+    _LIBRARY.define(_schema, tags=_TAGS)
 BEGIN = has_side_effect(torch.ops.autopar_repeat.begin.default)
 END = has_side_effect(torch.ops.autopar_repeat.end.default)
 REPEAT = torch.ops.autopar_repeat.repeat.default

@@ -110,8 +110,10 @@ def key_of(tensor: Tensor) -> Any:
 
 
 def note(func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    """Note how a mask was computed."""
+    """Note how a mask was computed; a tensor without dims is none that selects rows."""
     if not isinstance(result, Tensor) or result.dtype != torch.bool or kwargs or any(result is a for a in args):
+        return
+    if result.dim() == 0:
         return
     name = getattr(func, "__name__", "").strip("_")
     tensors = [a for a in args if isinstance(a, Tensor)]

@@ -32,7 +32,7 @@ class Scaled(nn.Module):
 
 
 def _described(graph: fx.Graph) -> list[tuple[str, ...]]:
-    metas = ("stack_trace", "nn_module_stack", "torch_fn")
+    metas = ("stack_trace", "nn_module_stack", "torch_fn", "val")
     return [(n.name, str(n.target), str(n.args), *(str(n.meta.get(key)) for key in metas)) for n in graph.nodes]
 
 
@@ -46,6 +46,8 @@ def test_nodes_keep_the_arguments_stacks_and_modules_that_torch_gives_them(monke
     own, of_torch = _export(lean, monkeypatch), _export(nullcontext, monkeypatch)
     assert any("in scale" not in text and "in forward" in text for _, _, _, text, *_ in _described(own))
     assert _described(own) == _described(of_torch)
+    assert not any(n.meta.get("tensor_meta") for n in own.nodes)
+    assert any(n.meta.get("tensor_meta") for n in of_torch.nodes)
 
 
 def test_a_graph_that_was_not_compiled_runs_when_it_is_called() -> None:
