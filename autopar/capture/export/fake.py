@@ -52,9 +52,8 @@ def faked(model: nn.Module, mode: FakeTensorMode) -> Iterator[dict[int, str]]:
                     fake = memo.get(id(tensor))
                     if fake is None:
                         fake = memo[id(tensor)] = fake_like(tensor, mode)
-                        if (
-                            isinstance(fake, FakeTensor) and fake.requires_grad
-                        ):  # a leaf: no trace can leave anything in it, so export needs no copy
+                        if isinstance(fake, FakeTensor) and fake.requires_grad:
+                            # a leaf: no trace can leave anything in it, so that export needs no copy
                             mode.fake_tensor_converter.set_tensor_memo(fake, fake)
                     names.setdefault(id(fake), f"{prefix}.{name}" if prefix else name)
                     undo.append((module, table, name, tensor))
