@@ -58,10 +58,10 @@ class Log(StandIn):
         return self.__dict__["_kind"]
 
     def append(self, item: object) -> None:
-        """As `list.append`."""
+        """The item is dropped, as nobody reads the list."""
 
     def extend(self, items: Collection[object]) -> None:
-        """As `list.extend`."""
+        """The items are made, as the list would make them, and dropped."""
         collections.deque(items, maxlen=0)
 
     def __iadd__(self, items: Collection[object]) -> Log:

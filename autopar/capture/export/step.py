@@ -49,13 +49,14 @@ def export_step(
     )
     if not any(map(has_experts, model.modules())):
         return _with_known(model, lambda: along_the_example(export, branches, guards))
+    all_rows: Exported | None = None
     with suppress(CaptureError):
-        exported = _with_known(model, lambda: along_the_example(export, "refuse", guards))
-        if not exported.selects:
-            return exported
+        all_rows = _with_known(model, lambda: along_the_example(export, "refuse", guards))
+        if not all_rows.selects:
+            return all_rows
     with suppress(Exception):  # code of the user's that runs on numbers of ours
         return _with_known(model, lambda: along_the_example(export, branches, guards), LOOPS)
-    return _with_known(model, lambda: along_the_example(export, branches, guards))
+    return all_rows or _with_known(model, lambda: along_the_example(export, branches, guards))
 
 
 def _with_known(model: nn.Module, export: Callable[[], Exported], others: Sequence[Known] = ()) -> Exported:
