@@ -51,6 +51,7 @@ class Kernel(Protocol):
 class _Cpu:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, config: Config) -> tuple[Tensor, Tensor]:
         bias = _bias(config.mask, q, k)
+        q, k, v = map(_dense, (q, k, v))
         return aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, config.causal, attn_mask=bias, scale=config.scale
         )
@@ -59,6 +60,7 @@ class _Cpu:
         self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, config: Config
     ) -> tuple[Tensor, Tensor, Tensor]:
         bias = _bias(config.mask, q, k)
+        g, q, k, v, out = map(_dense, (g, q, k, v, out))
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             g, q, k, v, out, lse, 0.0, config.causal, attn_mask=bias, scale=config.scale
         )
@@ -192,6 +194,11 @@ def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     if mask is None:
         return None
     return _additive(mask, q.dtype).to(softmax_dtype(q)).expand(*q.shape[:3], k.shape[2])
+
+
+def _dense(x: Tensor) -> Tensor:
+    """The tensor with the numbers of its last dim side by side, which torch's kernel for CPUs takes for granted."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _ready(x: Tensor) -> Tensor:

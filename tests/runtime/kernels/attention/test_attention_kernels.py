@@ -6,6 +6,7 @@ and gradients must be those of eager attention to 1e-9, pieces that are merged i
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -208,6 +209,30 @@ def test_an_operand_that_lies_elsewhere_is_copied(stand_ins: None, monkeypatch: 
     turned = torch.randn(2, 2, 4, 7, dtype=torch.float64).mT.requires_grad_()
     shifted = torch.randn(2 * 2 * 7 * 4 + 1, dtype=torch.float64)[1:].view(2, 2, 7, 4).requires_grad_()
     assert_equals_eager("flash", monkeypatch, [turned, shifted, turned.detach().clone().requires_grad_()], None, True)
+
+
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("name", ["cpu", "flash", "cudnn", "efficient"])
+def test_operands_may_lie_in_any_order(name: str, which: int, stand_ins: None) -> None:
+    """Queries, keys, values or what comes back lie with any dim last in memory."""
+    shapes = [(2, 4, 6, 4), (2, 2, 6, 4), (2, 2, 6, 4), (2, 4, 6, 4)]
+    plain = config(True, 0.5)
+    for order in itertools.permutations(range(4)):
+        q, k, v, g = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+        operands = [q, k, v, g]
+        out, lse = plain_scores.attend(q, k, v, plain)
+        expected = (out, lse, *plain_scores.attend_grad(g, q, k, v, out, lse, plain))
+        operands[which] = lying(operands[which], order)
+        q, k, v, g = operands
+        found = KERNELS[name].attend(q, k, v, plain)
+        grads = KERNELS[name].attend_grad(g, q, k, v, lying(found[0], order), found[1], plain)
+        for ours, theirs in zip((*found, *grads), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def lying(x: Tensor, order: tuple[int, ...]) -> Tensor:
+    """The same numbers, whose dims lie in an order in memory."""
+    return x.permute(order).contiguous().permute([order.index(i) for i in range(4)])
 
 
 # --- fake CUDA tensors
