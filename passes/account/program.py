@@ -14,7 +14,7 @@ from autopar.ir.lowered import LoweredProgram
 from autopar.ir.program import Template
 from autopar.ir.setting import Setting
 from autopar.passes.account.collectives import Collective, stage_collectives
-from autopar.passes.account.stage import Later, StageAccount, account_stage
+from autopar.passes.account.stage import Later, StageAccount, StagePrice, account_stage
 from autopar.passes.memory.peak import group_peaks, tier_peaks
 from autopar.passes.price.pricer import Pricers
 from autopar.passes.price.tiers import TierMove
@@ -156,7 +156,7 @@ def stage_costs(
             priced = account_stage(stage, plan, templates, pricers[stage.mesh], setting, rules)
             by_function[id(stage.forward)] = priced
     told_s = told_seconds(lowered, pricers)
-    stages = tuple(by_function[id(stage.forward)].with_rest(told_s) for stage in lowered.stages)
+    stages = tuple(replace(by_function[id(stage.forward)], told_s=told_s) for stage in lowered.stages)
     return Account(
         stages,
         (),
@@ -174,7 +174,7 @@ def as_lowered(costs: Account, lowered: LoweredProgram, pricers: Pricers) -> Acc
         replace(
             counted,
             listed=Later(partial(stage_collectives, stage, pricers[stage.mesh])),
-            moves=tuple(replace(move, stage=stage.index) for move in counted.moves),
+            priced=Later(partial(_as_stage, stage.index, counted)),
         )
         for counted, stage in zip(costs.stages, lowered.stages, strict=True)
     )
@@ -183,6 +183,12 @@ def as_lowered(costs: Account, lowered: LoweredProgram, pricers: Pricers) -> Acc
         step=costs.step, peaks=costs.peaks, peaks_on_kinds=costs.peaks_on_kinds
     )  # whatever the names are
     return account
+
+
+def _as_stage(index: int, counted: StageAccount) -> StagePrice:
+    """The price of a stage that is like others, as the stage of this index."""
+    price = counted.priced()
+    return replace(price, moves=tuple(replace(move, stage=index) for move in price.moves))
 
 
 def under(costs: Account, table: Table) -> Account:

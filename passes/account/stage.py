@@ -49,27 +49,50 @@ def _itself(value: Value) -> Value:
 
 
 @dataclass(frozen=True)
-class StageAccount:
-    """One stage on one of its ranks. seconds: of one action by kind, exposed communication and transfers to memory tiers
-    included; step_s: what a step of this stage alone adds to its actions; moves: what goes to memory tiers and back per step.
-
-    Seconds say which plans are worth a look at their bytes, so bytes are counted, and collectives listed, when asked for.
-    counted_on_kinds: where devices of several kinds have blocks of unequal size, the bytes of a rank of every kind and size.
-    """
+class StagePrice:
+    """What one stage takes on one of its ranks. seconds: of one action by kind, exposed communication and transfers to memory
+    tiers included; step_s: what a step of this stage alone adds to its actions; moves: what goes to memory tiers and back per
+    step."""
 
     bill: StageBill
     seconds: dict[str, float]
     step_s: float
+    moves: tuple[TierMove, ...] = ()
+
+
+@dataclass(frozen=True)
+class StageAccount:
+    """One stage on one of its ranks. Seconds say which plans are worth a look at their bytes, or bytes which fit and are worth
+    their seconds: so it is priced, its bytes are counted, and collectives listed, when asked for.
+
+    told_s: seconds that a step takes beside its price. counted_on_kinds: where devices of several kinds have blocks of unequal
+    size, the bytes of a rank of every kind and size.
+    """
+
+    priced: Later[StagePrice]
     counted: Later[StageMemory]
     listed: Later[tuple[Collective, ...]]
-    moves: tuple[TierMove, ...] = ()
     counted_on_kinds: Later[tuple[tuple[int, StageMemory], ...]] = field(default_factory=lambda: Later(tuple))
+    told_s: float = 0.0
 
-    def with_rest(self, seconds: float) -> StageAccount:
-        """The same with so many more seconds once a step."""
-        if not seconds:
-            return self
-        return replace(self, bill=replace(self.bill, rest_s=self.bill.rest_s + seconds), step_s=self.step_s + seconds)
+    @property
+    def bill(self) -> StageBill:
+        """The stage's bill, with what is told once a step."""
+        bill = self.priced().bill
+        return replace(bill, rest_s=bill.rest_s + self.told_s) if self.told_s else bill
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return self.priced().seconds
+
+    @property
+    def step_s(self) -> float:
+        """Seconds that a step of this stage alone adds to its actions."""
+        return self.priced().step_s + self.told_s
+
+    @property
+    def moves(self) -> tuple[TierMove, ...]:
+        return self.priced().moves
 
     @property
     def memory(self) -> StageMemory:
@@ -103,6 +126,24 @@ def account_stage(
     rules: RuleBook,
 ) -> StageAccount:
     """Bytes, communication and seconds of one stage."""
+    probe = probe_of(pricer)
+    return StageAccount(
+        Later(partial(_stage_price, stage, plan, templates, pricer, setting, rules)),
+        Later(partial(stage_memory, stage, setting, probe)),
+        Later(partial(stage_collectives, stage, pricer)),
+        Later(partial(_on_kinds, stage, setting, pricer)),
+    )
+
+
+def _stage_price(
+    stage: LoweredStage,
+    plan: StagePlan,
+    templates: dict[str, Template],
+    pricer: Pricer,
+    setting: Setting,
+    rules: RuleBook,
+) -> StagePrice:
+    """The bill of one stage and its reading."""
     calls = {
         name: template_bill(t, plan.templates[name], templates[name], pricer, rules)
         for name, t in stage.templates.items()
@@ -116,16 +157,8 @@ def account_stage(
     )
     F, B, W = stage_seconds((bill,), pricer.software)[0].values()
     messages_s = exposed_parameters_s(bill.parameters, (F, B + W), stage.microbatches, 1.0, pricer.software)
-    probe = probe_of(pricer)
-    return StageAccount(
-        bill,
-        {"F": F, "B": B, "W": W},
-        messages_s + bill.optimizer_s + bill.rest_s,
-        Later(partial(stage_memory, stage, setting, probe)),
-        Later(partial(stage_collectives, stage, pricer)),
-        tuple(moves),
-        Later(partial(_on_kinds, stage, setting, pricer)),
-    )
+    step_s = messages_s + bill.optimizer_s + bill.rest_s
+    return StagePrice(bill, {"F": F, "B": B, "W": W}, step_s, tuple(moves))
 
 
 def _on_kinds(stage: LoweredStage, setting: Setting, pricer: Pricer) -> tuple[tuple[int, StageMemory], ...]:

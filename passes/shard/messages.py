@@ -86,13 +86,15 @@ def _order(r: Reduced) -> list[int]:
 
 @dataclass(frozen=True)
 class _Sent:
-    """Messages of one level that are computed together: places of their senders, their numbers and their pair costs.
+    """Messages of one level that are computed together: places of their senders, their numbers, those of the messages the
+    other way, and their pair costs.
 
     scratch: room for as many numbers, which all share, as one is sent at a time.
     """
 
     row: np.ndarray
     edges: np.ndarray
+    back: np.ndarray
     pairs: np.ndarray
     scratch: np.ndarray
 
@@ -149,7 +151,8 @@ class _Passing:
             pairs = self.edges.matrices(edges[places], u, v)
             if pairs.size > len(self.scratch):
                 self.scratch = np.empty(pairs.size)
-            yield _Sent(row[places], edges[places], pairs, self.scratch[: pairs.size].reshape(pairs.shape))
+            scratch = self.scratch[: pairs.size].reshape(pairs.shape)
+            yield _Sent(row[places], edges[places], edges[places] ^ 1, pairs, scratch)
 
     @property
     def small(self) -> bool:
@@ -169,23 +172,27 @@ class _Passing:
                     self._send(level, groups)
 
     def _send(self, level: Level, groups: list[_Sent]) -> None:
-        """Messages of the variables of a level to those ahead of them. `minimum.reduce` is what `min` calls, without its
-        wrapper."""
-        total = self._totals(level)
+        """Messages of the variables of a level to those ahead of them. Most levels are small, so what numpy does around the
+        numbers counts: `minimum.reduce` is what `min` calls, without its wrapper, and `take` is an index without its rules."""
+        total, width = self._totals(level), self.messages.shape[1]
         total *= level.share
         for group in groups:
-            outgoing = total[group.row] - self.messages[group.edges ^ 1]
+            outgoing = total.take(group.row, 0)
+            outgoing -= self.messages.take(group.back, 0)
             rows, _, columns = group.pairs.shape
             np.add(group.pairs, outgoing[:, :rows].T[:, :, None], out=group.scratch)
             message = np.minimum.reduce(group.scratch, 0)
             message -= np.minimum.reduce(message, 1, keepdims=True)
-            if columns < self.messages.shape[1]:
-                self.messages[group.edges] = message[:, :1]
-            self.messages[group.edges, :columns] = message
+            if columns < width:
+                padded = outgoing
+                padded[:] = message[:, :1]
+                padded[:, :columns] = message
+                message = padded
+            self.messages[group.edges] = message
 
     def _totals(self, level: Level) -> np.ndarray:
         """Every variable's cost with the messages that it got."""
-        return _added_up(self.costs[level.variables], self.messages[level.entering])
+        return _added_up(self.costs.take(level.variables, 0), self.messages.take(level.entering, 0))
 
     # --- bounds
 

@@ -21,7 +21,7 @@ from autopar.ir.lowered import LoweredStage, StoredParameter
 from autopar.ir.mesh import Mesh
 from autopar.ir.steps import bytes_before_per_byte
 from autopar.passes.account import stage as stage_module
-from autopar.passes.account.program import account
+from autopar.passes.account.program import Account, account
 from autopar.passes.account.stage import Later
 from autopar.passes.played.gradients import unreduced_bytes
 from autopar.passes.price.lines import (
@@ -265,26 +265,36 @@ def test_a_later_value_is_made_once_and_goes_to_another_process_as_it_is() -> No
     assert asked == [1]
 
 
-def test_bytes_of_a_candidate_are_counted_when_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_and_seconds_of_a_candidate_are_counted_when_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     program = on_ranks("mlp", 2, 2)
     counted: list[str] = []
-    count = stage_module.stage_memory
 
-    def noted(*given: Any) -> Any:
-        counted.append("once")
-        return count(*given)
+    def note(name: str) -> None:
+        count = getattr(stage_module, name)
 
-    monkeypatch.setattr(stage_module, "stage_memory", noted)
-    again = account(
-        program.lowered,
-        program.plan.stages,
-        program.ir.templates,
-        Pricers(program.cluster),
-        program.setting,
-        program.rules,
-    )
-    assert again.step_time_s == program.account.step_time_s
+        def noted(*given: Any) -> Any:
+            counted.append(name)
+            return count(*given)
+
+        monkeypatch.setattr(stage_module, name, noted)
+
+    note("stage_memory")
+    note("stage_bill")
+
+    def again() -> Account:
+        return account(
+            program.lowered,
+            program.plan.stages,
+            program.ir.templates,
+            Pricers(program.cluster),
+            program.setting,
+            program.rules,
+        )
+
+    timed, held = again(), again()
     assert counted == []
-    assert again.peaks == program.account.peaks
-    assert again.tier_peaks == program.account.tier_peaks
-    assert counted == ["once"]
+    assert timed.step_time_s == program.account.step_time_s
+    assert counted == ["stage_bill"]
+    assert held.peaks == program.account.peaks
+    assert held.tier_peaks == program.account.tier_peaks
+    assert counted == ["stage_bill", "stage_memory"]

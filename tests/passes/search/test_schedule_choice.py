@@ -15,7 +15,7 @@ from autopar.costmodel.software import NEUTRAL
 from autopar.ir.actions import StageGraph
 from autopar.options import Options
 from autopar.passes.account.collectives import Collective
-from autopar.passes.account.program import Account, Later, StageAccount
+from autopar.passes.account.program import Account, Later, StageAccount, StagePrice
 from autopar.passes.memory.peak import Moment, StageMemory, group_peaks
 from autopar.passes.schedule import in_flight
 from autopar.passes.search.stages import schedule_choice
@@ -65,7 +65,7 @@ def chosen(
         seconds = {"F": 1.0, "B": 1.0, "W": 1.0} if split else {"F": 1.0, "B": 2.0, "W": 0.0}
         bytes_held, nothing_sent = Later(lambda: memory(split)), Later[tuple[Collective, ...]](lambda: ())
         bill = StageBill(((CallBill(second, *backward), 1),))
-        counted = StageAccount(bill, seconds, 0.0, bytes_held, nothing_sent)
+        counted = StageAccount(Later(lambda: StagePrice(bill, seconds, 0.0)), bytes_held, nothing_sent)
         return Account((counted,) * groups, (), graph, {}, M, 1.0, NEUTRAL)
 
     result = fastest_schedule(
