@@ -112,6 +112,7 @@ def _parameter(p: StoredParameter, printer: Printer) -> str:
     row += f", tier={p.tier!r}" if p.tier else ""
     row += f", optimizer_tier={p.optimizer_tier!r}" if p.optimizer_tier else ""
     row += f", narrow={printer.dtype(p.narrow)!r}" if p.narrow else ""
+    row += f", room={quoted(p.room)}" if p.room else ""
     return row + ")"
 
 

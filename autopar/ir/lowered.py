@@ -61,7 +61,8 @@ class StoredParameter:
     its gradient rest, optimizer_tier: where the optimizer's state does ("": on the device). compression: how its gradient
     travels while it is reduced, a name of `runtime.gradients.compression.CODECS` ("": as it is). narrow: dtype of a copy of the
     stored shard that is made once a step for the uses that read it so (None: there is none). by_microbatch: the gradient is
-    reduced after every microbatch, and its shards are summed, instead of once.
+    reduced after every microbatch, and its shards are summed, instead of once. room: those of the same lie one after another in
+    one memory, in the order of the stage's table; the first one's name ("": it has a memory of its own).
     """
 
     name: str
@@ -78,6 +79,7 @@ class StoredParameter:
     compression: str = ""
     narrow: torch.dtype | None = None
     by_microbatch: bool = False
+    room: str = ""
 
     @property
     def tiers(self) -> dict[str, str]:

@@ -27,6 +27,9 @@ from autopar.runtime.kernels import grouped as local
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
+STACKED = "autopar.stacked"
+"""The op that makes one tensor of the matrices of groups that are parameters of their own. Where it reads such as they rest, they
+rest one after another, and nothing is copied (`StoredParameter.room`)."""
 
 define("aten._grouped_mm", precision="low", low_operands=2)
 
@@ -98,6 +101,24 @@ def _dw_backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
 
 differentiable(grouped_mm, _mm_backward)
 differentiable(grouped_mm_dw, _dw_backward)
+
+
+@graph_op(
+    f"{STACKED.removeprefix('autopar.')}(Tensor[] parts) -> Tensor",
+    torch.stack,
+    lambda parts: parts[0].new_empty([len(parts), *parts[0].shape]),
+    carries=True,
+    finite=lambda call: True,
+    precision="follow",
+)
+def stacked(call: OpCall) -> Rule:
+    """Groups stay whole, all other dims pass."""
+    make, parts = Maker(), len(call.shapes)
+    dims = make.dims(call.shapes[0])
+    return make.rule([dims] * parts, [((), *dims)], [set(range(parts))])
+
+
+differentiable(stacked, lambda ctx, g: [g.select(0, i) for i in range(g.shape[0])], lambda ctx, inputs, output: None)
 
 
 def group_of_row(ends: Tensor, rows: int) -> Tensor:

@@ -17,6 +17,7 @@ from autopar.ir.spec import Spec
 from autopar.ir.steps import RuntimeStep
 from autopar.ir.types import TensorType
 from autopar.passes.lower.convert import table_steps
+from autopar.passes.lower.rooms import rooms
 from autopar.passes.lower.template import lower_template
 from autopar.passes.price.compression import compression_of
 from autopar.passes.price.pricer import Pricer
@@ -184,6 +185,7 @@ class StageContext:
         """How every parameter of the stage rests. Raises PlanError where no gather leads back to storage."""
         stored = {}
         foreign = self.program.boundary.foreign if self.program.boundary else frozenset()
+        room_of = self._rooms(foreign)
         for name, parameter in self.program.parameters.items():
             planned = self.stage.parameters[name]
             regather = self.steps(parameter.type, planned.optimizer, planned.storage, GATHERED)
@@ -207,8 +209,18 @@ class StageContext:
                 else "",
                 self.narrow.get(name),
                 planned.by_microbatch and bool(gradient.steps),
+                room_of.get(name, ""),
             )
         return stored
+
+    def _rooms(self, foreign: Collection[str]) -> dict[str, str]:
+        """The rooms whose parameters all rest alike, on the device, and in this stage alone."""
+        found, ways = rooms(self.program), dict[str, set[int]]()
+        for name, room in found.items():
+            stored = self.stage.parameters[name]
+            apart = bool(stored.tier or stored.storage.run) or name in foreign
+            ways.setdefault(room, set()).add(-1 if apart else self.kinds[name])
+        return {name: room for name, room in found.items() if len(ways[room]) == 1 and -1 not in ways[room]}
 
     def _compression(self, type_: TensorType, steps: Collection[RuntimeStep]) -> str:
         """How a gradient travels that is reduced by these steps."""

@@ -305,7 +305,8 @@ class _Walk:
         if isinstance(p, Ref):
             return self._one(p.name)
         stored = self.stage.parameters[p.name]
-        return LiveValue(-1, local(stored.type_of(p), stored.storage, self.stage.mesh))
+        layout = local(stored.type_of(p), stored.storage, self.stage.mesh)
+        return LiveValue(-1, replace(layout, in_room=bool(stored.room)))
 
     def _one(self, name: str) -> LiveValue:
         value = self.names.get(name, NOTHING)

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -30,11 +31,12 @@ _ROWS = 3
 
 @dataclass(frozen=True)
 class Layout:
-    """How a local tensor lies in memory."""
+    """How a local tensor lies in memory. in_room: behind the one before it among operands, if that is of the same layout."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    in_room: bool = False
 
     @staticmethod
     def dense(shape: Sequence[int], dtype: torch.dtype) -> Layout:
@@ -77,13 +79,25 @@ class Effect:
 
 def watch(run: Callable[[list[torch.Tensor]], Any], layouts: Sequence[Layout], device: str = "meta") -> Effect:
     """The effect of a function of tensors."""
-    tensors = [layout.tensor(device) for layout in layouts]
+    tensors = _tensors(layouts, device)
     given = {t.untyped_storage()._cdata: i for i, t in enumerate(tensors)}
     counter = ByteCounter()
     with torch.no_grad(), counter:
         result = run(tensors)
     outs, sizes = results_of(result, given)
     return Effect(outs, sizes, max(counter.peak, sum(sizes)))
+
+
+def _tensors(layouts: Sequence[Layout], device: str) -> list[torch.Tensor]:
+    """A tensor of each layout; those that are in rooms lie one after another."""
+    tensors: list[torch.Tensor] = []
+    for layout, same in groupby(layouts):
+        count = len(list(same))
+        if layout.in_room and count > 1:
+            tensors += Layout.dense((count, *layout.shape), layout.dtype).tensor(device)
+        else:
+            tensors += [layout.tensor(device) for _ in range(count)]
+    return tensors
 
 
 def results_of(result: Any, given: Mapping[int, int]) -> tuple[tuple[Out, ...], tuple[int, ...]]:

@@ -23,7 +23,7 @@ from autopar.capture.known.equal_forwards import Integers
 from autopar.capture.known.expert_gates import gate_of
 from autopar.capture.known.known_blocks import below, forward_class, know
 from autopar.ops.experts import experts
-from autopar.ops.grouped import grouped_mm
+from autopar.ops.grouped import grouped_mm, stacked
 from autopar.runtime.data.origin import module_of, name_of, package_of
 
 Expert = Callable[[Tensor, Tensor], Tensor]
@@ -177,11 +177,11 @@ def dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: T
     return mixture(x, top_k_index, top_k_weights, expert).view(hidden_states.shape[0], -1, self.hidden_size)
 
 
-def all_of_them(experts: Sequence[nn.Module], layer: str) -> tuple[Tensor, Tensor | None]:
-    """Weights and biases of a layer that every expert has, stacked."""
-    layers: list[Any] = [expert.get_submodule(layer) for expert in experts]
-    biases = None if getattr(layers[0], "bias", None) is None else torch.stack([one.bias for one in layers])
-    return torch.stack([one.weight for one in layers]), biases
+def all_of_them(experts: Sequence[nn.Module], *names: str) -> tuple[Tensor, Tensor | None]:
+    """Weights and biases of layers that every expert has, stacked: expert by expert, of each the layers in order."""
+    layers: list[Any] = [expert.get_submodule(name) for expert in experts for name in names]
+    biases = None if getattr(layers[0], "bias", None) is None else stacked([one.bias for one in layers])
+    return stacked([one.weight for one in layers]), biases
 
 
 def two_layers(module: Any, first: str, second: str) -> Expert:

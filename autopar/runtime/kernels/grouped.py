@@ -77,6 +77,17 @@ def grouped_mm_dw(x: Tensor, g: Tensor, group: Tensor, groups: int, first: int =
     return dw
 
 
+def stacked(parts: list[Tensor]) -> Tensor:
+    """The matrices of groups as one, (groups, …): a view where they lie one after another in one memory, else a copy."""
+    first, n = parts[0], parts[0].numel()
+    memory, start = first.untyped_storage()._cdata, first.storage_offset()
+    for i, part in enumerate(parts):
+        together = part.untyped_storage()._cdata == memory and part.storage_offset() == start + i * n
+        if not (together and part.is_contiguous()):
+            return torch.stack(parts)
+    return first.as_strided((len(parts), *first.shape), (n, *first.stride()))
+
+
 def by_group(group: Tensor, first: int, groups: int) -> tuple[Tensor, Tensor]:
     """The order that sorts rows by group, those of other groups last, and where each group ends in it."""
     local = group.reshape(-1) - first

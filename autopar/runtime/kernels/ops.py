@@ -19,6 +19,7 @@ from .ctc import ctc as ctc
 from .ctc import ctc_grad as ctc_grad
 from .grouped import grouped_mm as grouped_mm
 from .grouped import grouped_mm_dw as grouped_mm_dw
+from .grouped import stacked as stacked
 from .kernels import has_fused_norm, has_norm_dw, has_ordered_embedding
 from .tiles import LOG2_E, is_one_tile, row_tiles
 

@@ -146,6 +146,7 @@ class TensorInfo:
         self.gather = tuple(tuple(step) for step in row.get("gather", ()))
         self.tier = str(row.get("tier", ""))
         self.optimizer_tier = str(row.get("optimizer_tier", ""))
+        self.room = str(row.get("room", ""))
         self.narrow = dtype or dtype_of(row["narrow"]) if "narrow" in row else None
         self.index = int(row.get("index", 0))
         self.batch_dim: int | None = row.get("batch_dim")

@@ -7,7 +7,7 @@ specs are equal), so the gather after the optimizer writes only what other ranks
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,25 @@ Cuts = Sequence[Sequence[Cut]]
 """Where a stage's inputs lie in leaves, by input and microbatch."""
 
 
+class Rooms:
+    """The memories in which tensors of a stage lie one after another, in the order of its table."""
+
+    def __init__(self, infos: Iterable[TensorInfo]) -> None:
+        self._names: dict[str, list[str]] = {}
+        for info in infos:
+            self._names.setdefault(info.room, []).append(info.name)
+        self._memory: dict[str, Tensor] = {}
+
+    def empty(self, info: TensorInfo, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor in its place of its room, or in a memory of its own. All of a room are alike."""
+        if not info.room:
+            return torch.empty(shape, dtype=dtype, device=device)
+        names = self._names[info.room]
+        if info.room not in self._memory:
+            self._memory[info.room] = torch.empty((len(names), *shape), dtype=dtype, device=device)
+        return self._memory[info.room][names.index(info.name)]
+
+
 class Stage:
     """The state of a stage on a rank of its mesh. held: tensors of another stage of this rank to share. owner: the same stage
     of the session's first form, which has the shards of parameters that optimizers update (this one, by default); opt_params:
@@ -56,11 +75,12 @@ class Stage:
         self.comm = comm
         self.held = held or {}
         self.tiers = tiers or Tiers(comm.device)
-        params = {name: self._storage(info) for name, info in tables.parameters.items()}
+        room, narrow_room = Rooms(tables.parameters.values()), Rooms(tables.parameters.values())
+        params = {name: self._storage(info, room) for name, info in tables.parameters.items()}
         self.rt = Rank(
             comm,
             params,
-            {name: self._storage(info) for name, info in tables.buffers.items()},
+            {name: self._storage(info, room) for name, info in tables.buffers.items()},
             GradStore(
                 comm,
                 tables.gradients,
@@ -74,7 +94,7 @@ class Stage:
             tiers=self.tiers,
             in_tier=frozenset(name for name, info in tables.parameters.items() if info.tier),
             guards=guards,
-            narrow=self._narrow(params, owner),
+            narrow=self._narrow(params, owner, narrow_room),
         )
         self.module, self.regions = tables.module, list[CompiledRegion]()
         if pipeline.compiler != "none":
@@ -193,23 +213,25 @@ class Stage:
 
     # ---- small print
 
-    def _storage(self, info: TensorInfo) -> Tensor:
+    def _storage(self, info: TensorInfo, rooms: Rooms) -> Tensor:
         if info.name in self.held:
             return self.held[info.name]
         shape = local_shape(info.shape, info.spec, self.comm, info.name)
         if info.tier:
             room = self.tiers.empty(shape, info.dtype, info.tier)
         else:
-            room = torch.empty(shape, dtype=info.dtype, device=self.comm.device)
+            room = rooms.empty(info, shape, info.dtype, self.comm.device)
         return room.zero_() if run_axes(info.shape, info.spec) else room
 
-    def _narrow(self, params: Mapping[str, Tensor], owner: Stage | None) -> dict[str, Tensor]:
+    def _narrow(self, params: Mapping[str, Tensor], owner: Stage | None, rooms: Rooms) -> dict[str, Tensor]:
         """Rooms for the copies of parameters in lower precision; the owner's serve where it stores the same."""
         copies: dict[str, Tensor] = {}
         if owner is not None:
             copies = {n: c for n, c in owner.rt.narrow.items() if owner.rt.params[n] is params.get(n)}
         return {
-            name: copies.get(name, torch.empty_like(params[name], dtype=info.narrow))
+            name: copies[name]
+            if name in copies
+            else rooms.empty(info, params[name].shape, info.narrow, params[name].device)
             for name, info in self.tables.parameters.items()
             if info.narrow is not None
         }

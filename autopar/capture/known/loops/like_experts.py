@@ -92,8 +92,8 @@ def _halves(t: Tensor, way: str, dim: int, to: int) -> Tensor:
     """The outputs along a dim as gate and up, which the new dim `to` holds. way: gate is in the low or high half, or is
     the even or odd ones."""
     pairs = t.unflatten(dim, (2, -1) if way in ("low", "high") else (-1, 2))
-    parts = pairs.unbind(dim - 1 if way in ("low", "high") else dim)
-    return torch.stack(parts if way in ("low", "even") else parts[::-1], to)
+    pairs = pairs.movedim(dim - 1 if way in ("low", "high") else dim, to)
+    return pairs if way in ("low", "even") else pairs.flip(to)
 
 
 def can_be_grouped(expert: nn.Module) -> bool:
@@ -106,15 +106,14 @@ def mixture_of(experts: Sequence[nn.Module], form: Form | None, x: Tensor, chose
     """x: (…, d); chosen, weights: (…, choices) -> (…, d), the weighted sum of the experts that each row takes."""
     if form is None:
         return _grouped(experts, x, chosen, weights)
-    layers = [all_of_them(experts, name) for name in form.first]
+    w, b = all_of_them(experts, *form.first)
     w_out, b_out = all_of_them(experts, form.second)
     if form.halves:
-        ((w, b),) = layers
         w_in = _halves(w.transpose(1, 2), form.halves, -1, -2)
         b_in = None if b is None else _halves(b, form.halves, -1, -2)
     else:
-        w_in = torch.stack([w for w, _ in layers], 1).permute(0, 3, 1, 2)
-        b_in = None if layers[0][1] is None else torch.stack([b for _, b in layers if b is not None], 1)
+        each = (len(experts), len(form.first))
+        w_in, b_in = w.unflatten(0, each).permute(0, 3, 1, 2), None if b is None else b.unflatten(0, each)
     gate = form.gate
     return one_mixture(
         x, chosen, weights, w_in, w_out.transpose(1, 2), b_in, b_out, act=gate.act, alpha=gate.alpha, shift=gate.shift
