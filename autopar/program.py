@@ -25,6 +25,7 @@ from autopar.codegen.pipeline import MovingRows, batch_shapes, pipeline_source
 from autopar.codegen.stage import stage_sources
 from autopar.compiled import Alternative, Compiled, Decision, Emitted
 from autopar.errors import AutoparError, EmitError, InputError
+from autopar.exchange.exported import Exported, export_plan
 from autopar.ir.by_node import ByNode
 from autopar.ir.lowered import LoweredProgram
 from autopar.ir.program import Program
@@ -119,6 +120,15 @@ class ParallelProgram(Compiled):
             with suppress(AutoparError):  # there may be no place to cut, or no room
                 other = self.compile_again(replace(self.request, options=replace(self.options, pp=2)))
                 yield Alternative(f"{other.plan.origin} {other.plan.show_meshes()}", other.plan, other.predicted)
+
+    @with_cpu_as_default
+    def export(self, format: str, path: str | Path, *, price: bool = True) -> Exported:
+        """Write the plan in a format that another system reads: a name of `autopar.exchange.formats.FORMATS`.
+
+        path: a folder, or the file. The result says what was written, which decisions the format leaves out, and (price) what
+        the exported layout costs beside the plan, in seconds and bytes. Raises InputError, EmitError.
+        """
+        return export_plan(self, format, Path(path), self.compile_again, price)
 
     @property
     def contents(self) -> Contents:

@@ -1,0 +1,99 @@
+"""A program's plan written in a format, with what the format leaves out and what that costs.
+
+The layout that the files say is compiled again under `options_of`, and its seconds and bytes are held against the plan's: the price
+is the one that every plan has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from autopar.compiled import Compiled, Prediction
+from autopar.errors import AutoparError, EmitError
+from autopar.exchange.formats import format_named
+from autopar.exchange.from_plan import counts_over_the_batch, facts_of, layout_of
+from autopar.exchange.keys import Written
+from autopar.exchange.layout import Layout, NotCarried
+from autopar.exchange.to_options import differences, options_of
+from autopar.ir.text import size_text
+from autopar.request import Request
+from autopar.runtime.data.whole_files import replace_file
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The outcome of an export. files: their paths. layout: what they say. not_carried: decisions that they leave out.
+    near: the points in which what is priced is only near the layout.
+
+    plan: the prediction for the program's own plan; exported: that for the layout as it was exported, None where it was not
+    compiled, and unpriced then says why.
+    """
+
+    format: str
+    files: tuple[Path, ...]
+    layout: Layout
+    not_carried: tuple[NotCarried, ...]
+    near: tuple[str, ...]
+    plan: Prediction
+    exported: Prediction | None
+    unpriced: str = ""
+
+    def __str__(self) -> str:
+        """The outcome in words, a line for each."""
+        lines = [f"wrote {', '.join(map(str, self.files))} ({self.format})"]
+        if self.exported is None:
+            lines.append(f"what the exported layout costs is not known: {self.unpriced}")
+        else:
+            before, after = self.plan, self.exported
+            share = after.step_time_s / before.step_time_s - 1 if before.step_time_s else 0.0
+            lines.append(
+                f"step {before.step_time_s:.4g} s under the plan, {after.step_time_s:.4g} s as exported ({share:+.1%}); "
+                f"peak {size_text(before.peak_bytes)} and {size_text(after.peak_bytes)}"
+            )
+        lines += [f"priced with {point}" for point in self.near if self.exported is not None]
+        lines += [f"not carried: {one}" for one in self.not_carried]
+        return "\n".join(lines)
+
+
+def export_plan(
+    program: Compiled, name: str, path: Path, compile_again: Callable[[Request], Compiled], price: bool = True
+) -> Exported:
+    """Write the plan of a program in a format. path: a folder, or the file itself where there is one file alone. price: whether the
+    exported layout is compiled again. Raises InputError for an unknown format, EmitError where files cannot be written."""
+    row = format_named(name)
+    layout, left = layout_of(program)
+    written = row.write(layout, facts_of(program))
+    loss = counts_over_the_batch(program, layout.dp or 1)
+    files = write_files(written, path)
+    exported, unpriced = _priced(program, written.carried, compile_again) if price else (None, "it was not asked for")
+    not_carried = (*left, *written.not_carried, *(() if loss is None else (loss,)))
+    return Exported(
+        name, files, written.carried, not_carried, differences(written.carried), program.predicted, exported, unpriced
+    )
+
+
+def write_files(written: Written, path: Path) -> tuple[Path, ...]:
+    """The paths of the files that are written. path: as of `export_plan`. Raises EmitError."""
+    alone = len(written.files) == 1 and path.suffix and not path.is_dir()
+    places = {path if alone else path / file: text for file, text in written.files.items()}
+    try:
+        for place, text in places.items():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(place, text.encode())
+    except OSError as error:
+        raise EmitError(f"cannot write {error.filename or path}: {error.strerror}") from error
+    return tuple(places)
+
+
+def _priced(
+    program: Compiled, layout: Layout, compile_again: Callable[[Request], Compiled]
+) -> tuple[Prediction | None, str]:
+    """The prediction for a layout, or why there is none."""
+    request = program.request
+    try:
+        options = options_of(layout, request.options)
+        return compile_again(replace(request, options=options, plan=None, buckets=(), entries={})).predicted, ""
+    except AutoparError as error:
+        return None, f"{type(error).__name__}: {error}"
