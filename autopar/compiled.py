@@ -19,6 +19,7 @@ from autopar.ir.program import Program
 from autopar.ir.setting import Setting
 from autopar.options import Options
 from autopar.passes.account.program import Account
+from autopar.passes.account.spent import Spent, spent
 from autopar.passes.memory.peak import peak_kinds
 from autopar.passes.price.pricer import Pricers
 from autopar.passes.recompute.curve import Curve, curves
@@ -43,11 +44,12 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A baseline or runner-up."""
+    """A baseline or runner-up. spent: what its step is spent on (None: it was not lowered, and its seconds are a bound)."""
 
     name: str
     plan: Plan
     predicted: Prediction
+    spent: Spent | None = None
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ class Decision:
                 f"{other.plan.origin} {other.plan.show_meshes()}",
                 replace(other.plan, precision=precision),
                 Prediction(other.step_s, other.solution.memory, 0.0),
+                None if other.account is None else spent(other.account),
             )
             for other in others
         )

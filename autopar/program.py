@@ -41,6 +41,7 @@ from autopar.plan import Plan, check_plan, checked_plan
 from autopar.report import facts, report
 from autopar.report.candidates import ruled_out_stages, worth_measuring
 from autopar.report.other_machines import on_clusters, where_slower
+from autopar.report.page import page_html, write_page
 from autopar.report.predicted_vs_measured import Profile, predicted_vs_measured_text
 from autopar.report.run_result import RunResult
 from autopar.report.words import no_faster
@@ -77,6 +78,11 @@ class ParallelProgram(Compiled):
     def report(self) -> str:
         """The plan in words: mesh, predictions, collectives, storage, alternatives."""
         return report(self)
+
+    def report_html(self, path: str | Path, *, profile: Profile | None = None) -> Path:
+        """Write the plan as a page: one HTML file that needs nothing else. profile: what `run(…, profile=True)` recorded, to
+        stand beside the prediction. Raises EmitError where the file cannot be written."""
+        return write_page(page_html(facts(self), self.plan, profile), path)
 
     @with_cpu_as_default
     def save(

@@ -9,7 +9,8 @@ autopar-dump OUT --format dot | dot -Tsvg > graph.svg
 autopar-dump OUT --format svg > schedule.svg
 autopar-dump OUT --section memory --format svg > memory.svg
 autopar-dump OUT --format chrome-trace > trace.json      for Perfetto
-autopar-dump OUT --profile DIR           what `run.py --profile DIR` recorded, beside the prediction; also as svg, chrome-trace
+autopar-dump OUT --format html > plan.html               all of it as a page
+autopar-dump OUT --profile DIR           what `run.py --profile DIR` recorded, beside the prediction; svg, chrome-trace, html too
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from autopar.errors import AutoparError, InputError
 from autopar.ir.text import size_text
 from autopar.report.curve import curve_svg
 from autopar.report.gantt import svg
+from autopar.report.page import page_html
 from autopar.report.predicted_vs_measured import predicted_vs_measured_text
 from autopar.report.recorded import measured_timeline, trace_rows
 
@@ -51,6 +53,7 @@ FORMATS: dict[str, Callable[[Saved, Sequence[str]], str]] = {
     "dot": lambda saved, sections: as_dot(saved),
     "svg": as_svg,
     "chrome-trace": lambda saved, sections: saved.timeline().chrome_trace(),
+    "html": lambda saved, sections: page_html(saved.program, saved.plan),
 }
 
 
@@ -63,7 +66,9 @@ def _recorded(saved: Saved, directory: Path, form: str) -> str:
         return as_trace([*saved.timeline().trace_rows(), *trace_rows(profile)])
     if form == "svg":
         return svg(saved.timeline().beside(measured_timeline(facts, profile)), "predicted and measured")
-    raise InputError(f"--profile is shown as text, svg or chrome-trace, not as {form}")
+    if form == "html":
+        return page_html(facts, saved.plan, profile)
+    raise InputError(f"--profile is shown as text, svg, chrome-trace or html, not as {form}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

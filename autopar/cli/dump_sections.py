@@ -10,7 +10,7 @@ from typing import Any
 
 from autopar.cli.saved import Saved
 from autopar.ir.mesh import Mesh
-from autopar.ir.text import size_text, time_text
+from autopar.ir.text import short_op, size_text, time_text
 from autopar.plan import show_strategy
 from autopar.report.gantt import text_gantt
 from autopar.report.program_facts import FunctionFacts, ParameterFacts, TemplateFacts
@@ -125,11 +125,6 @@ def _function(function: FunctionFacts) -> Iterator[str]:
             behind = f", each behind {sent.behind:.0%} of the op's own work" if sent.behind else ""
             yield f"    sends {sent.times} × {sent.kind} of {size_text(sent.nbytes)} over {sent.axis}{behind}"
     yield f"  return {', '.join(function.results)}"
-
-
-def short_op(op: str) -> str:
-    """An op's name without what all have in common."""
-    return op.removeprefix("aten.").removeprefix("autopar.").removesuffix(".default")
 
 
 def collective_lines(saved: Saved) -> Iterator[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from autopar.cli.dump_sections import short_op
 from autopar.cli.saved import Saved
+from autopar.ir.text import short_op
 from autopar.report.program_facts import FunctionFacts, TemplateFacts
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopar.costmodel.simulate import Timeline, simulate
+from autopar.costmodel.simulate import Timeline
 from autopar.errors import InputError, PlanError
 from autopar.plan import Plan
 from autopar.report.program_facts import VERSION, ProgramFacts, StageFacts
@@ -30,9 +30,7 @@ class Saved:
 
     def timeline(self) -> Timeline:
         """The predicted timeline, simulated again."""
-        schedule = self.program.schedule
-        timeline = simulate(schedule.table, schedule.graph, schedule.seconds, schedule.hand_over)
-        return timeline.with_messages(schedule.hidden)
+        return self.program.schedule.timeline()
 
     def rank_code(self, rank: int) -> str:
         """The code that rank `rank` runs. Raises InputError when there is no such rank."""

@@ -164,11 +164,17 @@ def resting(stage: LoweredStage, setting: Setting) -> dict[str, dict[str, float]
     """Bytes that the rank of a stage that has most always has, by memory tier ("": the device) and kind. Gradients, which rest
     only within a step, are the gradient store's."""
     tiers = {"": dict.fromkeys(("parameters", "gradients", "optimizer"), 0.0)}
+    for p, row in resting_rows(stage, setting):
+        if row.kind != "gradients":
+            kinds = tiers.setdefault(p.tiers[row.moves], {})
+            kinds[row.kind] = kinds.get(row.kind, 0.0) + row.nbytes
+    tiers[""]["buffers"] = float(sum(t.nbytes for t in stage.buffers.values()))
+    return tiers
+
+
+def resting_rows(stage: LoweredStage, setting: Setting) -> Iterator[tuple[StoredParameter, RestingBytes[float]]]:
+    """All that rests for every parameter on the rank of a stage that has most."""
     rank = busiest_rank(stage.parameters.values(), stage.mesh)
     for p in stage.parameters.values():
         for row in on_rank(p, stage.mesh, setting.kept, rank).rows(setting):
-            if row.kind != "gradients":
-                kinds = tiers.setdefault(p.tiers[row.moves], {})
-                kinds[row.kind] = kinds.get(row.kind, 0.0) + row.nbytes
-    tiers[""]["buffers"] = float(sum(t.nbytes for t in stage.buffers.values()))
-    return tiers
+            yield p, row

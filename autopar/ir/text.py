@@ -1,4 +1,4 @@
-"""Bytes and seconds as people read them."""
+"""Bytes, seconds and names of ops as people read them."""
 
 
 def size_text(nbytes: float) -> str:
@@ -15,3 +15,8 @@ def time_text(seconds: float) -> str:
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"
     return f"{seconds * 1e6:.3g} µs"
+
+
+def short_op(op: str) -> str:
+    """An op's name without the parts that all have in common."""
+    return op.removeprefix("aten.").removeprefix("autopar.").removesuffix(".default")

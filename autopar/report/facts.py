@@ -12,6 +12,12 @@ from autopar.compiled import Compiled
 from autopar.costmodel.bill import hidden_seconds
 from autopar.ir.lines import Compute, Convert, Function, Line, Start, label
 from autopar.ir.lowered import LoweredStage, LoweredTemplate
+from autopar.ir.resting import resting_rows
+from autopar.passes.account.spent import spent
+from autopar.passes.account.stage import probe_of
+from autopar.passes.memory.walk import held_by_call
+from autopar.passes.price.pricer import Pricers
+from autopar.report.answer import room_facts, why_not, work_facts
 from autopar.report.long_run import long_run_facts
 from autopar.report.machines import machine_facts
 from autopar.report.program_facts import (
@@ -38,11 +44,15 @@ def facts(program: Compiled) -> ProgramFacts:
         origin=program.plan.origin,
         solver=program.solver,
         predicted=program.decision.predicted,
+        work=work_facts(program),
+        spent=spent(program.account),
+        room=room_facts(program),
         timings=program.timings,
         memory=program.peak_kinds,
         peak_bytes=program.account.peak_bytes,
         alternatives=tuple(
-            AlternativeFacts(a.name, a.predicted.step_time_s, a.predicted.peak_bytes) for a in program.alternatives
+            AlternativeFacts(a.name, a.predicted.step_time_s, a.predicted.peak_bytes, why_not(a, program))
+            for a in program.alternatives
         ),
         microbatches=program.plan.microbatches,
         model=type(program.model).__name__,
@@ -50,7 +60,7 @@ def facts(program: Compiled) -> ProgramFacts:
         cluster_described=program.request.cluster.to_dict(),
         long_run=long_run_facts(program),
         machines=machine_facts(program),
-        calls=tuple(CallFacts(c.template, c.path) for c in program.ir.calls),
+        calls=_calls(program),
         schedule=_schedule(program),
         transfers=tuple(
             TransferFacts(
@@ -84,6 +94,21 @@ def _form(program: Compiled) -> dict[str, Any]:
     }
 
 
+def _calls(program: Compiled) -> tuple[CallFacts, ...]:
+    """Calls with what they keep for backward; stages that share their functions keep the same."""
+    pricers, by_function = Pricers(program.cluster), dict[int, list[float]]()
+    facts: list[CallFacts] = []
+    for stage, plan in zip(program.stages, program.plan.stages, strict=True):
+        first, last = plan.calls
+        if id(stage.forward) not in by_function:
+            held = held_by_call(stage, probe_of(pricers[stage.mesh])) if program.training else {}
+            begin = min((call.number for call in stage.forward.calls), default=first)
+            by_function[id(stage.forward)] = [float(held.get(begin + n, 0)) for n in range(last - first)]
+        calls = program.ir.calls[first:last]
+        facts += [CallFacts(c.template, c.path, n) for c, n in zip(calls, by_function[id(stage.forward)], strict=True)]
+    return tuple(facts)
+
+
 def _schedule(program: Compiled) -> ScheduleFacts:
     counted = program.account
     hidden = ((stage, hidden_seconds(one.bill)) for stage, one in enumerate(counted.stages))
@@ -101,6 +126,11 @@ def _schedule(program: Compiled) -> ScheduleFacts:
 
 def _stage(stage: LoweredStage, program: Compiled) -> StageFacts:
     counted = program.account.stages[stage.index]
+    resting: dict[str, dict[str, float]] = {}
+    for p, row in resting_rows(stage, program.setting):
+        if not p.tiers[row.moves]:
+            kinds = resting.setdefault(p.name, {})
+            kinds[row.kind] = kinds.get(row.kind, 0.0) + row.nbytes
     return StageFacts(
         mesh=stage.mesh,
         seconds=counted.seconds,
@@ -119,6 +149,7 @@ def _stage(stage: LoweredStage, program: Compiled) -> StageFacts:
                 p.contributions > 0,
                 p.storage.local_bytes(p.type, stage.mesh),
                 [list(step.row) for step in p.reduce],
+                resting.get(p.name, {}),
                 p.compression,
             )
             for p in stage.parameters.values()

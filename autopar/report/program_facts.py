@@ -7,17 +7,19 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from autopar.compiled import Prediction, SolverFacts
+from autopar.costmodel.simulate import Timeline, simulate
 from autopar.ir.actions import Action, StageGraph, parse_row, show_row
 from autopar.ir.by_node import AxisByNode
 from autopar.ir.mesh import Mesh
 from autopar.ir.sent import Sent
 from autopar.passes.account.collectives import Collective
+from autopar.passes.account.spent import Spent
 from autopar.passes.recompute.curve import Curve
 from autopar.runtime.data.fields import Bytes, Length, Paragraph, Seconds, Stage, in_rows, kept, notation
 from autopar.runtime.data.schema import MOST_RANKS, SchemaError, integer, must_be
 from autopar.runtime.program.machines import Machines
 
-VERSION = 2
+VERSION = 3
 Types = Mapping[str, str]
 """A type by name: `float32[8, 16] [@dp, .]`."""
 Row = Annotated[tuple[Action, ...], notation(parse_row, show_row, most=1 << 24)]
@@ -62,13 +64,15 @@ class TemplateFacts:
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """The storage of a parameter, and how its gradient is reduced. local_bytes: of the stored shard."""
+    """The storage of a parameter, and how its gradient is reduced. local_bytes: of the stored shard;
+    resting: bytes on the device by kind, gradients among them."""
 
     stored: str
     gradient_and_optimizer: str
     trained: bool
     local_bytes: Bytes
     reduction: Any
+    resting: Mapping[str, Bytes]
     compression: str = field(default="", metadata=kept(sparse=True))
 
 
@@ -102,6 +106,10 @@ class ScheduleFacts:
     exposed: tuple[Seconds, ...]
     hidden: ByAction
 
+    def timeline(self) -> Timeline:
+        """The predicted timeline, simulated again."""
+        return simulate(self.table, self.graph, self.seconds, self.hand_over).with_messages(self.hidden)
+
 
 @dataclass(frozen=True)
 class TransferFacts:
@@ -118,19 +126,48 @@ class TransferFacts:
 
 @dataclass(frozen=True)
 class AlternativeFacts:
-    """Another plan that was looked at."""
+    """Another plan that was looked at. reason: why it was not chosen."""
 
     name: str
     step_time_s: Seconds
     peak_bytes: Bytes
+    reason: str
 
 
 @dataclass(frozen=True)
 class CallFacts:
-    """A call of a template, and the module that it is."""
+    """A call of a template, and the module that it is. held_bytes: that it keeps of a microbatch for backward."""
 
     template: str
     path: str
+    held_bytes: Bytes
+
+
+@dataclass(frozen=True)
+class WorkFacts:
+    """The work of a step on so many devices, and its rate. batch: samples; tokens: of inputs that are integers by sample and
+    position; mfu: share of the devices' peak that the products take. None where there is no such number."""
+
+    devices: Annotated[int, integer(1, MOST_RANKS)]
+    batch: int | None
+    tokens: int | None
+    tokens_per_s: float | None
+    mfu: float | None
+
+
+@dataclass(frozen=True)
+class RoomFacts:
+    """The memory of the device that is fullest. causes: bytes that a process takes beside tensors; needed: tensors with these."""
+
+    device: str
+    causes: Mapping[str, Bytes]
+    needed_bytes: Bytes
+    device_bytes: Bytes
+
+    @property
+    def free_bytes(self) -> float:
+        """Bytes that are left; below zero, those that are short."""
+        return self.device_bytes - self.needed_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +184,9 @@ class ProgramFacts:
     origin: str
     solver: SolverFacts
     predicted: Prediction
+    work: WorkFacts
+    spent: Spent
+    room: RoomFacts
     timings: Mapping[str, float]
     memory: Mapping[str, Bytes]
     peak_bytes: Bytes

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from itertools import groupby
 
 from autopar.capture.examples.trees import shapes_text
-from autopar.cluster.process import fragmentation, process_bytes
 from autopar.codegen.computed_alike import computed_alike
 from autopar.compiled import Compiled
 from autopar.ir.lowered import LoweredStage, StoredParameter
 from autopar.ir.program import Program
 from autopar.ir.spec import Spec
 from autopar.ir.text import size_text, time_text
+from autopar.passes.account.spent import spent
 from autopar.passes.search.placement import placement_gain
+from autopar.report.answer import room_facts, spent_text, why_not, work_facts, work_text
 from autopar.report.long_run import DAYS, long_run
 from autopar.runtime.comm.mesh import Shares
 
@@ -46,7 +47,9 @@ def report(program: Compiled) -> str:
         f"peak {size_text(predicted.peak_bytes)} per rank ("
         + ", ".join(f"{k} {size_text(v)}" for k, v in program.peak_kinds.items() if v >= 0.5)
         + ")",
-        *_beside_tensors(program),
+        *_room(program),
+        f"rate: {work_text(work_facts(program))}",
+        f"a step is {spent_text(spent(program.account))}",
         *_idle(program),
         *_shares(program),
     ]
@@ -98,10 +101,9 @@ def report(program: Compiled) -> str:
     lines += _forms(program)
     if program.alternatives:
         lines.append("alternatives:")
-        lines += [
-            f"  {a.name}: step {time_text(a.predicted.step_time_s)}, {size_text(a.predicted.peak_bytes)} held"
-            for a in program.alternatives
-        ]
+        for a in program.alternatives:
+            step, held = time_text(a.predicted.step_time_s), size_text(a.predicted.peak_bytes)
+            lines.append(f"  {a.name}: step {step}, {held} held; {why_not(a, program)}")
     if solver.left_out:
         lines.append(f"the search was ended before it had looked at all {', '.join(solver.left_out)}")
     if solver.unknown_ops:
@@ -281,20 +283,11 @@ def _failures(program: Compiled) -> list[str]:
     ]
 
 
-def _beside_tensors(program: Compiled) -> list[str]:
+def _room(program: Compiled) -> list[str]:
     """The line about what a process takes of its device beside tensors, on the rank that takes most; none on CPUs."""
-    counted, cluster = program.account, program.cluster
-    taken: list[tuple[float, dict[str, float], float]] = []
-    for group, peak, on_kinds in zip(program.lowered.graph.groups, counted.peaks, counted.peaks_on_kinds, strict=True):
-        mesh = program.plan.stages[group[0]].mesh
-        kinds = [(cluster.device(rank), nbytes) for rank, nbytes in on_kinds.items()]
-        for device, nbytes in kinds or [(cluster.pace(mesh.offset, mesh.size), peak)]:
-            rows = process_bytes(cluster, dict(mesh.axes), device)
-            rows |= {"gaps of the allocator": fragmentation(device) * nbytes} if rows else {}
-            taken.append((nbytes + sum(rows.values()), rows, device.memory_bytes))
-    nbytes, rows, had = max(taken, key=lambda one: one[0] / one[2])
-    causes = ", ".join(f"{cause} {size_text(n)}" for cause, n in rows.items() if n >= 0.5)
-    return [f"  with {causes}: {size_text(nbytes)} of {size_text(had)}"] if rows else []
+    room = room_facts(program)
+    causes = ", ".join(f"{cause} {size_text(n)}" for cause, n in room.causes.items() if n >= 0.5)
+    return [f"  with {causes}: {size_text(room.needed_bytes)} of {size_text(room.device_bytes)}"] if causes else []
 
 
 def _tiers(program: Compiled) -> list[str]:

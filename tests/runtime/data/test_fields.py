@@ -27,6 +27,7 @@ from autopar.ir.actions import Action, StageGraph
 from autopar.ir.by_node import AxisByNode
 from autopar.ir.mesh import Mesh
 from autopar.passes.account.collectives import Collective
+from autopar.passes.account.spent import Spent
 from autopar.passes.recompute.curve import Curve as RecomputeCurve
 from autopar.report import program_facts as facts
 from autopar.runtime.checkpoint.run_directory import Files, StepRecord
@@ -56,6 +57,9 @@ KINDS = (
     facts.AlternativeFacts,
     facts.CallFacts,
     facts.ParameterFacts,
+    facts.RoomFacts,
+    facts.WorkFacts,
+    Spent,
     facts.ScheduleFacts,
     facts.StageFacts,
     facts.TransferFacts,

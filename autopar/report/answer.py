@@ -1,0 +1,109 @@
+"""The answer of a compilation, before any detail: how fast, whether it fits, what time goes to, and why not another plan."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from autopar.cluster.process import fragmentation, process_bytes
+from autopar.codegen.pipeline import batch_shapes
+from autopar.compiled import Alternative, Compiled
+from autopar.ir.text import size_text, time_text
+from autopar.passes.account.spent import Spent, spent
+from autopar.report.machines import machine_facts
+from autopar.report.program_facts import RoomFacts, WorkFacts
+from autopar.runtime.run.metrics import tokens_of_shape
+
+CAUSES = {
+    "computed_s": "computing",
+    "messages_s": "messages in layers",
+    "tiers_s": "memory tiers",
+    "idle_s": "idle in the schedule",
+    "gradients_s": "messages of parameters",
+    "update_s": "optimizer",
+    "rest_s": "once a step",
+    "overhead_s": "overhead",
+}
+"""Names of the parts of `Spent`, in their order."""
+SHOWN = 0.05
+"""Causes of less than this share of a difference are not named."""
+
+
+def work_facts(program: Compiled) -> WorkFacts:
+    """The work of a step, and its rate."""
+    ir, step_s = program.ir, program.decision.predicted.step_time_s
+    shapes = batch_shapes(ir, program.plan.microbatches)
+    samples = [shape[dim] for shape, dim in zip(shapes, ir.batch_dims, strict=True) if dim is not None]
+    counts = [
+        tokens_of_shape(shape, str(type_.dtype).removeprefix("torch."))
+        for shape, (_, type_) in zip(shapes, ir.inputs, strict=True)
+    ]
+    tokens, peak_s = max(counts, default=0), machine_facts(program).peak_s
+    return WorkFacts(
+        program.plan.ranks,
+        max(samples, default=None),
+        tokens or None,
+        tokens / step_s if tokens and step_s > 0 else None,
+        peak_s / step_s if peak_s is not None and step_s > 0 and program.training else None,
+    )
+
+
+def room_facts(program: Compiled) -> RoomFacts:
+    """The memory of the device that is fullest, by share; on CPUs nothing is counted beside tensors."""
+    counted, cluster = program.account, program.cluster
+    rooms: list[RoomFacts] = []
+    for group, peak, on_kinds in zip(program.lowered.graph.groups, counted.peaks, counted.peaks_on_kinds, strict=True):
+        mesh = program.plan.stages[group[0]].mesh
+        kinds = [(cluster.device(rank), nbytes) for rank, nbytes in on_kinds.items()]
+        for device, nbytes in kinds or [(cluster.pace(mesh.offset, mesh.size), peak)]:
+            causes = process_bytes(cluster, dict(mesh.axes), device)
+            causes |= {"gaps of the allocator": fragmentation(device) * nbytes} if causes else {}
+            rooms.append(RoomFacts(device.name, causes, nbytes + sum(causes.values()), device.memory_bytes))
+    return max(rooms, key=lambda one: one.needed_bytes / one.device_bytes)
+
+
+def parts(times: Spent) -> list[tuple[str, float]]:
+    """The parts of a step by their names, in seconds."""
+    return [(CAUSES[part.name], getattr(times, part.name)) for part in fields(times)]
+
+
+def shown_parts(times: Spent) -> list[tuple[str, float]]:
+    """The parts that are not next to nothing."""
+    return [(what, s) for what, s in parts(times) if s >= 0.0005 * times.step_s]
+
+
+def spent_text(times: Spent) -> str:
+    """`computing 9 ms (90.0%), idle in the schedule 1 ms (10.0%)`."""
+    step_s = times.step_s or 1.0
+    return ", ".join(f"{what} {time_text(s)} ({s / step_s:.1%})" for what, s in shown_parts(times))
+
+
+def work_text(work: WorkFacts) -> str:
+    """`batch 8, 256 tokens, 23,500 tokens/s, MFU 40.1% on 4 devices`."""
+    shown = [f"batch {work.batch:,}"] if work.batch is not None else []
+    shown += [f"{work.tokens:,} tokens"] if work.tokens is not None else []
+    shown += [rate_text(work.tokens_per_s)] if work.tokens_per_s is not None else []
+    shown += [f"MFU {work.mfu:.1%}"] if work.mfu is not None else []
+    return f"{', '.join(shown)} on {work.devices:,} devices".strip()
+
+
+def rate_text(tokens_per_s: float) -> str:
+    """`23,500 tokens/s`."""
+    return f"{tokens_per_s:,.0f} tokens/s"
+
+
+def why_not(other: Alternative, program: Compiled) -> str:
+    """Why a plan that was looked at was not chosen: by how much it is slower, and what makes it so."""
+    own_s, other_s = program.decision.predicted.step_time_s, other.predicted.step_time_s
+    more_s, own_bytes, other_bytes = other_s - own_s, program.decision.predicted.peak_bytes, other.predicted.peak_bytes
+    held = other_bytes - own_bytes
+    if more_s <= 0:
+        amount = f"{size_text(held)} more" if held > 0 else f"{size_text(-held)} less"
+        kind = "its bound is" if other.spent is None else "it is"
+        return f"{kind} {time_text(-more_s)} below the plan's step, and it holds {amount}"
+    if other.spent is None:
+        return f"at least {time_text(more_s)} slower, by a bound on its step"
+    own = dict(parts(spent(program.account)))
+    changes = sorted(((s - own[what], what) for what, s in parts(other.spent)), reverse=True)
+    causes = [f"+{time_text(s)} {what}" for s, what in changes if s > SHOWN * more_s][:2]
+    gains = [f"-{time_text(-s)} {what}" for s, what in changes[::-1] if -s > SHOWN * more_s][:1]
+    return f"{time_text(more_s)} slower: {', '.join([*causes, *gains])}"

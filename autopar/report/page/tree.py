@@ -1,0 +1,155 @@
+"""The model as a tree of blocks, repeated ones once, down to its parameters; and what blocks do, line by line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from autopar.ir.text import short_op, size_text
+from autopar.plan import Plan
+from autopar.report.page.shown import runs, span_text
+from autopar.report.program_facts import FunctionFacts, ParameterFacts, ProgramFacts, TemplateFacts
+
+MOST_CHILDREN = 200
+"""A block with more children of different kinds shows the first ones."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A block, or several that are alike. times: how many; about: rows of a name and a text; code: the number of its lines in
+    `Blocks.codes` (None: it has none of its own)."""
+
+    name: str
+    times: int = 1
+    about: tuple[tuple[str, str], ...] = ()
+    code: int | None = None
+    children: tuple[Node, ...] = ()
+
+    @property
+    def alike(self) -> object:
+        """All that blocks have in common which are shown as one."""
+        return self.about, self.code, self.children
+
+    @property
+    def brief(self) -> str:
+        """The block's figures in a line."""
+        return ", ".join(f"{what} {text}" for what, text in self.about if what in BRIEF)
+
+
+BRIEF = ("parameters", "kept for backward", "stored")
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The tree, and the functions of every kind of block as plain data."""
+
+    roots: tuple[Node, ...]
+    codes: tuple[dict[str, Any], ...]
+
+
+@dataclass
+class _Block:
+    """A block while the tree is put together."""
+
+    held: float = 0.0
+    resting: dict[str, float] = field(default_factory=dict)
+    codes: list[int] = field(default_factory=list)
+    parameter: ParameterFacts | None = None
+    children: dict[str, _Block] = field(default_factory=dict)
+
+    def at(self, path: Sequence[str]) -> Iterator[_Block]:
+        """The blocks on the way to a path."""
+        here = self
+        yield here
+        for name in path:
+            here = here.children.setdefault(name, _Block())
+            yield here
+
+
+def blocks(program: ProgramFacts, plan: Plan) -> Blocks:
+    """The tree of a program."""
+    root, codes = _Block(), list[tuple[str, TemplateFacts]]()
+    seen: set[str] = set()
+    for stage, planned in zip(program.stages, plan.stages, strict=True):
+        first, last = planned.calls
+        numbers: dict[str, int] = {}
+        for call in program.calls[first:last]:
+            if call.template not in numbers and call.template in stage.templates:
+                one = (call.template, stage.templates[call.template])
+                if one not in codes:
+                    codes.append(one)
+                numbers[call.template] = codes.index(one)
+            on_way = list(root.at((call.path or call.template).split(".")))
+            for block in on_way:
+                block.held += call.held_bytes
+            if call.template in numbers and numbers[call.template] not in on_way[-1].codes:
+                on_way[-1].codes.append(numbers[call.template])
+        for name, parameter in stage.parameters.items():
+            if name in seen:
+                continue
+            seen.add(name)
+            on_way = list(root.at(name.split(".")))
+            on_way[-1].parameter = parameter
+            for block in on_way:
+                for kind, nbytes in parameter.resting.items():
+                    block.resting[kind] = block.resting.get(kind, 0.0) + nbytes
+    return Blocks(_nodes(root), tuple(_code(name, template) for name, template in codes))
+
+
+def _nodes(block: _Block) -> tuple[Node, ...]:
+    """The children of a block, runs of those alike as one."""
+    children = [_node(name, child) for name, child in block.children.items()]
+    folded = []
+    for first, last in runs(children, lambda node: (node.name.isdigit(), node.alike if node.name.isdigit() else node)):
+        name = children[first].name
+        name = name if first == last else span_text(name, children[last].name)
+        folded.append(replace(children[first], name=name, times=last - first + 1))
+    if len(folded) > MOST_CHILDREN:
+        left = len(folded) - MOST_CHILDREN
+        folded = [*folded[:MOST_CHILDREN], Node(f"{left:,} more", left)]
+    return tuple(folded)
+
+
+def _node(name: str, block: _Block) -> Node:
+    about = [(kind, size_text(nbytes)) for kind, nbytes in block.resting.items() if nbytes]
+    if block.held:
+        about.append(("kept for backward", size_text(block.held)))
+    if block.parameter is not None:
+        about.append(("stored", block.parameter.stored))
+        if block.parameter.trained:
+            about.append(("gradient and optimizer", block.parameter.gradient_and_optimizer))
+    code = block.codes[0] if block.codes else None
+    return Node(name, 1, tuple(about), code, _nodes(block))
+
+
+def _code(name: str, template: TemplateFacts) -> dict[str, Any]:
+    return {
+        "name": name,
+        "functions": [{"name": kind, **_function(function)} for kind, function in template.functions.items()],
+    }
+
+
+def _function(function: FunctionFacts) -> dict[str, Any]:
+    """A function as the page's script shows it: arguments with specs; per line source, result, call, specs and messages."""
+    lines: list[list[str]] = []
+    source = ""
+    for line in function.lines:
+        text = " ".join(line.source.split())
+        messages = [f"over {line.axis}"] if line.axis else []
+        messages += [f"{one.times} × {one.kind} of {size_text(one.nbytes)} over {one.axis}" for one in line.sent]
+        lines.append(
+            [
+                text if text != source else "",
+                ", ".join(line.out),
+                f"{short_op(line.op)}({', '.join(line.reads)})",
+                ", ".join(spec for spec in line.specs if spec),
+                "; ".join(messages),
+            ]
+        )
+        source = text or source
+    return {"arguments": [list(pair) for pair in _pairs(function.arguments)], "lines": lines}
+
+
+def _pairs(types: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    yield from types.items()
