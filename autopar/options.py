@@ -38,7 +38,7 @@ from autopar.runtime.update.update_rule import OptimizerFactory, UpdateRule
 P = ParamSpec("P")
 R = TypeVar("R")
 
-BRANCHES = ("guard", "refuse")
+BRANCHES = ("select", "guard", "refuse")
 ON_OVERFLOW = ("stop", "chunk")
 COUPLED = ("refuse", "per-microbatch")
 MOST_SECONDS = 1e9
@@ -158,8 +158,10 @@ class Options(RunOptions):
     guards: check while the program runs what it assumes of its data: indices in range. False: only that batches have the
         shapes and dtypes of the example.
     branches: what becomes of branches on data (`if mask.any()`, `assert lengths.max() <= n`, `range(int(n))`): "guard": the
-        program takes the example batch's way, and a batch that goes another one stops it by name; or "refuse" them by name.
-        Without guards they are refused, as nothing would check them.
+        program takes the example batch's way, and a batch that goes another one stops it by name; "select": the same, but one
+        that only repairs values (`if not h.isfinite().all(): h = h.clamp(-c, c)`) is computed both ways, and each batch has
+        its own (with several microbatches or stages it is a guard); or "refuse" them by name. Without guards they are
+        refused, as nothing would check them.
     expert_imbalance: where the rows of a mixture travel to ranks that have its experts, how many a rank may get, as a multiple
         of what it would get if all got as many: memory is planned for that. On GPUs this is said of every pair of ranks, whose
         messages are always that large (or as large as random choices may ask), so that no host waits for counts.
@@ -199,7 +201,7 @@ class Options(RunOptions):
     seed: Seed = 0
     compensated_sums: bool = False
     guards: bool = True
-    branches: Annotated[str, choice(BRANCHES)] = "guard"
+    branches: Annotated[str, choice(BRANCHES)] = "select"
     expert_imbalance: Annotated[float, _as_number(number(1))] = 1.25
     on_overflow: Annotated[str, choice(ON_OVERFLOW)] = "stop"
     order: int | None = None

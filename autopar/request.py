@@ -105,7 +105,7 @@ class Request:
                 options.precision,
                 pieces,
                 options.guards,
-                options.branches,
+                "guard" if options.branches == "select" and self._cut else options.branches,
                 {"expert_imbalance": options.expert_imbalance, "on_overflow": options.on_overflow},
                 bool(self.asked_of_training),
                 self.gives,
@@ -143,6 +143,11 @@ class Request:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameters, shared ones under each of their names, and buffers, of this model and of the modules of entries."""
         return (self.held or Held(self.model)).tensors()
+
+    @property
+    def _cut(self) -> bool:
+        """Whether it is asked for several microbatches or stages."""
+        return (self.options.microbatches or 1) > 1 or (self.options.pp or 1) > 1
 
     @property
     def capture_apart(self) -> Callable[[int], Captured] | None:

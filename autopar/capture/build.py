@@ -47,7 +47,7 @@ def capture_program(
     precision: str | None = None,
     pieces: int = 1,
     guards: bool = True,
-    branches: str = "guard",
+    branches: str = "select",
     told: Mapping[str, Any] = MappingProxyType({}),
     to_train: bool = False,
     gives: Gives = "step",

@@ -10,12 +10,24 @@ import torch
 from torch import fx
 
 from autopar.capture.before.conditional_gradients import Sometimes
+from autopar.capture.while_traced.data_numbers import Answer
 from autopar.capture.while_traced.scalar_outputs import NoLoss
 from autopar.ir.program import Program
 
 Gives = Literal["step", "loss", "loss and outputs"]
 """Captures are of one of these: the model's own step (the loss that it is trained on, or in inference its outputs); or, with
 nothing differentiated, the loss alone, or the pair of loss and outputs, None where the model has no loss."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A condition under which a graph is the step: the output that has its truth, and the value that this must have. asked: the
+    line that asks, as in a traceback. question: its number among what Python asked of data; None for one that raises in eager."""
+
+    output: str
+    value: bool
+    asked: str
+    question: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +37,8 @@ class Exported:
     the modules' numbers. no_loss: what the model returned, where it is for inference. extras: of outputs after the loss, which
     loss_fn gave beside it; output_structure is then theirs. loss_path: where the loss was found among other outputs, such as
     `out[1]`. followed: lines that ask what only data says, where the program goes the example's way. selects: whether
-    a mask of the data selected rows."""
+    a mask of the data selected rows. answers: the example's, to what Python asked of data. held: conditions among the outputs
+    that are no guards yet."""
 
     graph: fx.Graph
     kinds: dict[str, tuple[str, Any]]
@@ -46,6 +59,8 @@ class Exported:
     loss_path: str = ""
     followed: tuple[str, ...] = ()
     selects: bool = False
+    answers: tuple[Answer, ...] = ()
+    held: tuple[Held, ...] = ()
 
 
 class Captured(NamedTuple):

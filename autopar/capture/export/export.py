@@ -26,12 +26,12 @@ from autopar.capture.export.fake import fake_like, faked
 from autopar.capture.export.functional import check_writes, functional, traced_step
 from autopar.capture.export.named_constants import check_constants, named_by_content, same_constants
 from autopar.capture.export.parameters_with_grad import parameters_reached
-from autopar.capture.exported import Exported, Gives
-from autopar.capture.graph.conditions import guard_conditions
+from autopar.capture.exported import Exported, Gives, Held
 from autopar.capture.known.known_transformers import without_cache
 from autopar.capture.while_traced import functions
 from autopar.capture.while_traced.alike import Repeats
 from autopar.capture.while_traced.clocks import noted_clocks, same_graph
+from autopar.capture.while_traced.data_numbers import Answer
 from autopar.capture.while_traced.decisions import Condition, Decisions, decisions_of
 from autopar.capture.while_traced.scalar_outputs import NoLoss, loss_and_extras, path_among_others
 from autopar.capture.while_traced.watch import memory_of, watched
@@ -41,8 +41,9 @@ from autopar.errors import AutoparError, CaptureError, InputError
 @dataclass
 class _Seen:
     """The facts that a run of the step tells beside its outputs, as far as it came. changes: of Python state. conditions:
-    values under which the step is the example's, and lines that ask. structure: of outputs, of a training step those beside the
-    loss (extras: so many). reached: parameters that the loss depends on. selects: whether a mask selected rows."""
+    values under which the step is the example's, lines that ask, and the numbers of the questions. structure: of outputs, of
+    a training step those beside the loss (extras: so many). reached: parameters that the loss depends on. selects: whether a
+    mask selected rows."""
 
     changes: list[Change] = field(default_factory=list)
     training: bool = False
@@ -51,7 +52,7 @@ class _Seen:
     loss_path: str = ""
     no_loss: NoLoss | None = None
     reached: frozenset[str] = frozenset()
-    conditions: list[tuple[bool, str]] = field(default_factory=list)
+    conditions: list[tuple[bool, str, int | None]] = field(default_factory=list)
     selects: bool = False
 
 
@@ -92,9 +93,10 @@ class _Step(nn.Module):
         """Outputs, then the conditions under which the step is the example's."""
         with self.decisions.taken() if self.decisions is not None else nullcontext():
             outputs, conditions = self._outputs(leaves)
+        self.seen.conditions = [(condition.value, condition.asked, None) for condition in conditions]
         if self.decisions is not None:
             conditions = [*conditions, *self.decisions.conditions]
-        self.seen.conditions = [(condition.value, condition.asked) for condition in conditions]
+            self.seen.conditions += [(c.value, c.asked, i) for i, c in enumerate(self.decisions.conditions)]
         return (*outputs, *(condition.tensor for condition in conditions))
 
     def _outputs(self, leaves: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], list[Condition]]:
@@ -219,13 +221,13 @@ def export_once(
     targets: int,
     mode: FakeTensorMode,
     pieces: int,
-    follow: bool,
-    guards: bool,
+    forced: tuple[Answer, ...] | None,
     to_train: bool,
     gives: Gives,
 ) -> Exported:
-    """The step, traced one way. pieces: what the loss is divided by; follow: branches on data go the example's way; guards: see
-    Options; to_train: see `capture_program`. Raises CaptureError, InputError."""
+    """The step, traced one way, what it holds the data to among its outputs. pieces: what the loss is divided by; forced:
+    branches on data go the example's way, but for these first ones (None: they are not to be answered); to_train: see
+    `capture_program`. Raises CaptureError, InputError."""
     leaves, names, structure = flatten(inputs)
     check_inputs(leaves, names)
     check_model(model, loss_fn)
@@ -233,8 +235,8 @@ def export_once(
     step = _Step(model, loss_fn, structure, names, targets, pieces, to_train, gives)
     seen = step.seen
     step.training = model.training
-    if follow:
-        step.decisions = decisions_of(step, leaves, lambda one, decisions: _run_example(one, leaves, decisions))
+    if forced is not None:
+        step.decisions = decisions_of(step, leaves, lambda one, decisions: _run_example(one, leaves, decisions), forced)
     _trace_into(loss_fn)
     sharing = shared_memory(model)
     own_buffers = {name: b for name, b in step.named_buffers(remove_duplicate=False) if not b.is_meta}
@@ -272,10 +274,6 @@ def export_once(
     users = tuple(name for kind, _, name in ends if kind == "USER_OUTPUT")
     last = len(users) - len(seen.conditions)
     users, conditions = users[:last], users[last:]
-    if guards:
-        guard_conditions(exported.graph, conditions, seen.conditions)
-    kept_outputs = [n for n in exported.graph.output_node().args[0] if guards or n.name not in conditions]
-    exported.graph.output_node().args = (tuple(kept_outputs),)
     constants = {_strip(k): v for k, v in exported.constants.items() if isinstance(v, torch.Tensor)}
     check_constants(
         {name: constants[name] for kind, name in kinds.values() if kind == "constant" and name in constants}
@@ -296,12 +294,13 @@ def export_once(
         constants,
         frozenset(_strip(n) for n in eager),
         {_strip(k): _strip(v) for k, v in first.items()},
-        tuple(n.name for n in outputs if guards or n.name not in conditions),
+        tuple(n.name for n in outputs),
         no_loss=seen.no_loss,
         extras=seen.extras,
         loss_path=seen.loss_path,
-        followed=() if step.decisions is None else step.decisions.asked,
         selects=seen.selects,
+        answers=() if step.decisions is None else tuple(value for _, value in step.decisions.answers),
+        held=tuple(Held(name, *condition) for name, condition in zip(conditions, seen.conditions, strict=True)),
     )
 
 

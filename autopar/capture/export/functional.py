@@ -16,6 +16,7 @@ from autopar.capture.dead_code import remove_dead_code
 from autopar.capture.export.faster_export import lean
 from autopar.capture.export.in_place import UNDER_NO_GRAD, without_writes
 from autopar.capture.export.repeated import with_repeats
+from autopar.capture.export.transforms import is_transform, without_transforms
 from autopar.capture.source_lines import source_of
 from autopar.capture.while_traced.alike import repeats, traced_in_full
 from autopar.capture.while_traced.autocast import Region, settle
@@ -37,6 +38,7 @@ def functional(traced: Any, writes: bool) -> Any:
 def traced_step(step: nn.Module, fakes: list[torch.Tensor]) -> tuple[Any, bool]:
     """The step exported on fake tensors, and whether it is still to be made functional. Raises CaptureError."""
     exported = _exported(step, fakes)
+    without_transforms(exported.graph_module.graph)
     _without_detached_constants(exported.graph_module.graph)
     remove_dead_code(exported.graph_module.graph)
     _check_nodes(exported.graph_module.graph)
@@ -141,10 +143,10 @@ def _writes(graph: fx.Graph) -> bool:
 def _check_nodes(graph: fx.Graph) -> None:
     """Raises CaptureError for nodes that no program has."""
     for node in graph.nodes:
-        if str(getattr(node.target, "__module__", "")).startswith("torch._functorch"):
+        if is_transform(node):
             raise CaptureError(
-                f"forward transforms a function (torch.func.vmap, grad, jvp) at {source_of(node)}, which has no graph of its "
-                "own; write it with batched torch ops"
+                f"forward transforms a function (torch.func.grad, jvp) at {source_of(node)}, which has no graph of its own; "
+                "write it with batched torch ops"
             )
         if isinstance(node.target, torch._ops.OpOverload):
             if node.target is torch.ops.aten.instance_norm.default and node.args[3] is not None and node.args[5]:

@@ -2,7 +2,8 @@
 
 as it is            no branch asks the data, and no mask selects rows in a model that may have experts
 experts as mixture  loops over experts that are understood are traced as mixtures
-the example's way   branches go the way of the example batch, under guards; every expert is given all rows
+the example's way   branches that repair go either way, others that of the example batch, under guards; every expert is given all
+                    rows
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def export_step(
     targets: int,
     mode: FakeTensorMode,
     pieces: int = 1,
-    branches: str = "guard",
+    branches: str = "select",
     guards: bool = True,
     to_train: bool = False,
     gives: Gives = "step",
@@ -45,7 +46,7 @@ def export_step(
     Raises CaptureError, InputError."""
     check_outside()
     export = functools.partial(
-        export_once, model, inputs, loss_fn, targets, mode, pieces, guards=guards, to_train=to_train, gives=gives
+        export_once, model, inputs, loss_fn, targets, mode, pieces, to_train=to_train, gives=gives
     )
     if not any(map(has_experts, model.modules())):
         return _with_known(model, lambda: along_the_example(export, branches, guards))

@@ -7,12 +7,13 @@ condition is held as a whole, on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import fx
 
 from autopar.capture.dead_code import remove_dead_code
+from autopar.capture.exported import Exported
 from autopar.ops.integers import expect
 
 aten = torch.ops.aten
@@ -24,17 +25,25 @@ _BELOW = frozenset({aten.lt.Scalar, aten.le.Scalar})
 _ABOVE = frozenset({aten.gt.Scalar, aten.ge.Scalar})
 
 
-def guard_conditions(graph: fx.Graph, conditions: Sequence[str], values: Sequence[tuple[bool, str]]) -> None:
-    """The outputs that are conditions must be these values, which these lines ask for, when the program runs."""
-    nodes, output = {node.name: node for node in graph.nodes}, graph.output_node()
-    for name, (value, asked) in dict(zip(conditions, values, strict=True)).items():
+def guarded(exported: Exported, guards: bool) -> Exported:
+    """The step in which what it holds the data to are guards of the program, or, without guards, is left out."""
+    nodes, output = {node.name: node for node in exported.graph.nodes}, exported.graph.output_node()
+    for name, held in {held.output: held for held in exported.held}.items() if guards else ():
         condition = nodes[name]
-        held, wanted = of_each_element(condition, value) or (condition, value)
-        with graph.inserting_after(held):
-            expected = graph.call_function(expect, (held, wanted))
-        expected.meta = {**held.meta, "stack_trace": asked}
+        truth, wanted = of_each_element(condition, held.value) or (condition, held.value)
+        with exported.graph.inserting_after(truth):
+            expected = exported.graph.call_function(expect, (truth, wanted))
+        expected.meta = {**truth.meta, "stack_trace": held.asked}
         output.replace_input_with(condition, expected)
-    remove_dead_code(graph)
+    names = exported.output_names
+    if not guards:
+        gone = {held.output for held in exported.held}
+        names = tuple(name for name in names if name not in gone)
+        kept = [node for node in output.args[0] if node.name not in gone]  # type: ignore[operator, union-attr]
+        output.args = (tuple(kept),)
+    remove_dead_code(exported.graph)
+    asked = (" ".join(held.asked.split()) for held in exported.held if held.question is not None)
+    return replace(exported, output_names=names, followed=tuple(dict.fromkeys(asked)), held=())
 
 
 def of_each_element(condition: fx.Node, value: bool) -> tuple[fx.Node, bool] | None:

@@ -42,17 +42,13 @@ class Condition:
 @dataclass
 class Decisions:
     """The answers of one run, in order, each with the line that asked. While a step is traced they are given again from
-    the first; what they depend on is left in `conditions`."""
+    the first; what they depend on is left in `conditions`. forced: the first answers, whatever the data say."""
 
+    forced: tuple[Answer, ...] = ()
     answers: list[tuple[str, Answer]] = field(default_factory=list)
     conditions: list[Condition] = field(default_factory=list)
     _given: int = 0
     _recording: bool = False
-
-    @property
-    def asked(self) -> tuple[str, ...]:
-        """The lines that ask, each once."""
-        return tuple(dict.fromkeys(" ".join(line.split()) for line, _ in self.answers))
 
     @property
     def given(self) -> int:
@@ -74,7 +70,7 @@ class Decisions:
         asked = asked_at()
         if self._recording:
             with torch._C.DisableTorchFunction():  # this question is not the model's
-                value = kind(tensor)
+                value = kind(tensor) if self._given >= len(self.forced) else self.forced[self._given]
             if isinstance(value, float) and math.isnan(value):
                 raise CaptureError(
                     f"{' '.join(asked.split())}: nan cannot be held to the example's value; compare tensors"
@@ -94,9 +90,14 @@ class Decisions:
         return value
 
 
-def decisions_of(step: nn.Module, leaves: Sequence[Tensor], run: Callable[[nn.Module, Decisions], Any]) -> Decisions:
-    """The answers of the step on the example's leaves. run: the step once, asking these decisions. Raises CaptureError where
-    it fails, InputError where it has no values."""
+def decisions_of(
+    step: nn.Module,
+    leaves: Sequence[Tensor],
+    run: Callable[[nn.Module, Decisions], Any],
+    forced: tuple[Answer, ...] = (),
+) -> Decisions:
+    """The answers of the step on the example's leaves. run: the step once, asking these decisions. forced: see `Decisions`.
+    Raises CaptureError where it fails, InputError where it has no values."""
     tensors = {f"input {i}": leaf for i, leaf in enumerate(leaves)}
     tensors |= dict(step.named_parameters()) | dict(step.named_buffers())
     for name, tensor in tensors.items():
@@ -105,7 +106,7 @@ def decisions_of(step: nn.Module, leaves: Sequence[Tensor], run: Callable[[nn.Mo
                 f"to follow it the model is run on the example batch, and {name} holds no values (a meta or fake tensor); "
                 "compile with weights and an example with values, or write the branch with torch.where"
             )
-    decisions = Decisions(_recording=True)
+    decisions = Decisions(forced, _recording=True)
     try:
         with torch.random.fork_rng():
             run(copy.deepcopy(step), decisions)

@@ -48,7 +48,7 @@ def with_bad_row(row: int, value: float = float("inf"), batch: int = 8) -> Tenso
 
 
 def trained(model: nn.Module, loss_fn: Any = squares, **given: Any) -> autopar.Program:
-    options = autopar.Options(**given.pop("options", {}))
+    options = autopar.Options(**{"branches": "guard", **given.pop("options", {})})
     return autopar.compile(model, CPUS, (one(),), loss_fn=loss_fn, optimizer=SGD, options=options, **given)
 
 

@@ -1,0 +1,56 @@
+"""Functions that forward transforms compute what they compute in eager, gradients included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import autopar
+from autopar.capture import capture_program
+from tests.capture.equal import Net, assert_equal_to_eager
+
+Case = Callable[[Net, Tensor], Tensor]
+
+
+def rows(net: Net, x: Tensor) -> Tensor:
+    return torch.vmap(lambda row: F.layer_norm(net.last(torch.tanh(net.first(row))), (8,)))(x)
+
+
+def heads(net: Net, x: Tensor) -> Tensor:
+    return torch.vmap(lambda w, y: (y @ w).softmax(-1), in_dims=(0, None))(net.first.weight.view(2, 8, 4), x)
+
+
+def nested(net: Net, x: Tensor) -> Tensor:
+    """A square of all pairs, as masks of attention are made."""
+    pairs = torch.vmap(torch.vmap(lambda a, b: (a * b).sum(), in_dims=(None, 0)), in_dims=(0, None))
+    return torch.vmap(lambda row: pairs(row.view(4, 2), row.view(4, 2)))(net.first(x)) + net.last(x).sum()
+
+
+def slope(net: Net, x: Tensor) -> Tensor:
+    return torch.func.jvp(lambda y: torch.tanh(net.first(y)), (x,), (torch.ones_like(x),))[1]
+
+
+def twice(net: Net, x: Tensor) -> Tensor:
+    """Two regions one after the other, and ops between."""
+    h = torch.vmap(net.first)(x).relu()
+    return torch.vmap(net.last)(h) + h
+
+
+CASES: list[Case] = [rows, heads, nested, slope, twice]
+QUICK = (nested, slope)
+
+
+@pytest.mark.parametrize("case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
+def test_a_transformed_function_is_the_batched_ops_that_it_comes_to(case: Case) -> None:
+    torch.manual_seed(0)
+    assert_equal_to_eager(Net(case), (torch.randn(4, 8),), lambda out: (out**2).sum())
+
+
+def test_a_gradient_inside_forward_is_refused_by_name() -> None:
+    model = Net(lambda net, x: torch.func.grad(lambda y: net.first(y).tanh().sum())(x))
+    with pytest.raises(autopar.CaptureError, match=r"torch\.func\.grad"):
+        capture_program(model, (torch.randn(4, 8),))
