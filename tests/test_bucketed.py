@@ -172,7 +172,7 @@ def test_every_bucket_can_be_verified(sizes: tuple[int, int]) -> None:
 
 
 def test_buckets_with_dropout_and_low_precision_agree_with_one_rank() -> None:
-    made = model(blocks=1, dropout=0.2).float()
+    made = model(dropout=0.2).float()
     program = compiled(2, made, {name: {0: SAMPLES, 1: (8, 24)} for name in SIZES}, precision="bf16")
     for sizes in ((8, 24), (3, 8)):
         assert autopar.verify(program, made, batch(*sizes)).ok
@@ -306,8 +306,8 @@ def test_images_of_two_sizes_through_batch_statistics() -> None:
     layers = (nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     made = nn.Sequential(*layers, nn.Linear(8, 4))
 
-    def images(samples: int, height: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.randn(samples, 3, height, 16), torch.randint(0, 4, (samples,))
+    def images(samples: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(samples, 3, side, side), torch.randint(0, 4, (samples,))
 
     program = autopar.compile(
         made,
@@ -315,7 +315,7 @@ def test_images_of_two_sizes_through_batch_statistics() -> None:
         images(8, 16),
         loss_fn=nn.functional.cross_entropy,
         optimizer=SGD,
-        buckets={"0": {0: (8, 5), 2: (16, 12)}, "1": {0: (8, 5)}},
+        buckets={"0": {0: (8, 5), 2: (16, 12), 3: (16, 12)}, "1": {0: (8, 5)}},
     )
     for sizes in ((8, 16), (5, 12), (8, 12), (5, 16)):
         assert autopar.verify(program, made, images(*sizes)).ok
