@@ -151,8 +151,16 @@ def room(module: str) -> str:
     return ".".join(parts[: 2 if parts[0] == "passes" else 1])
 
 
-IMPORTS = {module: own_imports(module) for module in SOURCES}
-ARROWS = [(a, b) for a, targets in IMPORTS.items() for b in sorted(targets) if {a, b}.isdisjoint(ENTRANCES)]
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    """Per module those of ours that it imports; read when a test asks, as other tests import this file for its paths alone."""
+    return {module: own_imports(module) for module in SOURCES}
+
+
+@functools.cache
+def arrows() -> list[tuple[str, str]]:
+    """The imports between modules that are in rooms: who, whom."""
+    return [(a, b) for a, targets in imports().items() for b in sorted(targets) if {a, b}.isdisjoint(ENTRANCES)]
 
 
 def test_every_file_belongs_to_a_room() -> None:
@@ -174,7 +182,7 @@ def test_no_import_goes_up_inside_a_room(outer: str) -> None:
     inner = [m for m in SOURCES if m.startswith(f"autopar.{outer}.")]
     assert {m.removeprefix(f"autopar.{outer}.").split(".")[0] for m in inner} == set(ROOMS[outer].split())
     up = []
-    for a, b in ARROWS:
+    for a, b in arrows():
         above, below = inner_place(outer, a), inner_place(outer, b)
         own = a.removeprefix(f"autopar.{outer}.").split(".")[0] == b.removeprefix(f"autopar.{outer}.").split(".")[0]
         if above is not None and below is not None and not own and above < below:
@@ -189,19 +197,19 @@ def test_no_folder_is_a_corridor() -> None:
 
 
 def test_only_the_users_names_stand_outside_the_order() -> None:
-    assert IMPORTS["autopar.passes"] == set()
-    assert [module for module in SOURCES if "autopar" in IMPORTS[module]] == []
+    assert imports()["autopar.passes"] == set()
+    assert [module for module in SOURCES if "autopar" in imports()[module]] == []
 
 
 def test_no_import_goes_up() -> None:
-    up = [f"{a} imports {b}" for a, b in ARROWS if room(a) != room(b) and PLACE[room(a)] <= PLACE[room(b)]]
+    up = [f"{a} imports {b}" for a, b in arrows() if room(a) != room(b) and PLACE[room(a)] <= PLACE[room(b)]]
     assert not up, "\n".join(up)
 
 
 def test_no_circle_of_modules() -> None:
-    circles = [sorted(group) for group in nx.strongly_connected_components(nx.DiGraph(ARROWS)) if len(group) > 1]
+    circles = [sorted(group) for group in nx.strongly_connected_components(nx.DiGraph(arrows())) if len(group) > 1]
     assert circles == []
-    assert [a for a, b in ARROWS if a == b] == []
+    assert [a for a, b in arrows() if a == b] == []
 
 
 def test_the_runtime_imports_torch_and_the_standard_library_alone() -> None:
@@ -232,7 +240,7 @@ def in_runtime(module: str) -> bool:
 
 
 def test_errors_import_nothing_of_ours() -> None:
-    assert IMPORTS["autopar.errors"] == set()
+    assert imports()["autopar.errors"] == set()
 
 
 def test_the_root_of_autopar_is_seen_at_a_glance() -> None:

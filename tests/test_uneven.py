@@ -138,7 +138,7 @@ def program_of(zoo: ZooModel, ranks: int) -> autopar.ParallelProgram:
     )
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("zoo", MODELS, ids=str)
 def test_random_plans_with_shares_equal_one_device(zoo: ZooModel, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

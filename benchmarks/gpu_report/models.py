@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,15 @@ class Timed:
     make: Callable[[], nn.Module]
     loss_fn: Callable[[Tensor, Tensor], Tensor] | None
     batch_of: Callable[[int], Batch]
+
+    def on_meta(self) -> Timed:
+        """The same of a model that has no numbers, which is all that a prediction needs."""
+
+        def make() -> nn.Module:
+            with torch.device("meta"):
+                return self.make()
+
+        return replace(self, make=make)
 
     def model(self) -> nn.Module:
         """The model, with the same weights wherever it is called."""

@@ -56,7 +56,8 @@ def predictions(truth: Mapping[str, Any]) -> Iterator[Prediction]:
     models = timed(from_data(Size, truth["size"]))
     for name, measured in truth["steps"].items():
         model, _, dtype = name.rpartition(", ")
-        program = models[model].compiled(cluster, precision=None if dtype == "float32" else dtype, compiler="none")
+        precision = None if dtype == "float32" else dtype
+        program = models[model].on_meta().compiled(cluster, precision=precision, compiler="none")
         predicted = program.predicted
         seconds = None if truth["profile"] is None else predicted.step_time_s / measured["seconds"]
         yield Prediction(name, predicted.peak_bytes / measured["peak_bytes"], seconds, measured["peak_bytes"])

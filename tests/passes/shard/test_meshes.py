@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import pytest
 import torch
@@ -87,13 +88,18 @@ def test_few_rows_share_sequences_along_an_axis_of_their_own() -> None:
     assert with_rows(512, rows=2, a_stage=64) == ["dp=2×cp=4×tp=8"]
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("seed", range(6))
-def test_sequences_are_shared_by_ranks_where_rows_are_flattened(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "mesh"),
+    [
+        (0, {"dp": 2, "cp": 2}),
+        *(pytest.param(seed, {"dp": 2, "cp": 2, "tp": 2}, marks=pytest.mark.slow) for seed in range(6)),
+    ],
+)
+def test_sequences_are_shared_by_ranks_where_rows_are_flattened(seed: int, mesh: dict[str, int]) -> None:
     """A loss over (rows · sequence) and products of flattened rows: with one row a rank, sequences stay in blocks."""
     zoo = BY_NAME["llama"]
     model, batch = zoo.make(), pytree.tree_map(lambda x: x[:2] if x.ndim else x, zoo.batch())
-    options = Options(mesh={"dp": 2, "cp": 2, "tp": 2})
-    program = autopar.compile(model, ClusterSpec.local(8), batch, loss_fn=zoo.loss_fn, optimizer=ADAMW, options=options)
+    cluster, options = ClusterSpec.local(math.prod(mesh.values())), Options(mesh=mesh)
+    program = autopar.compile(model, cluster, batch, loss_fn=zoo.loss_fn, optimizer=ADAMW, options=options)
     assert verify(program, model, batch).ok
     assert verify(program.with_plan(autopar.random_plan(program, seed)), model, batch).ok
