@@ -21,7 +21,7 @@ from autopar.passes.schedule.timed_pipeline import Step, TimedPipeline, TimedTab
 
 NEVER = float("inf")
 _SLACK = 1e-3
-"""Of a microbatch that may be missing in the room for it: more than sums of bytes are rounded by."""
+"""The share of a microbatch that may be missing in the room for it: more than sums of bytes are rounded by."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Policy:
 
 @dataclass(frozen=True)
 class _Run:
-    """What a policy made (None: it got stuck, or took longer than `longest_s`), and in which rooms it makes the same: per group
-    the most bytes for which there was room, and the least for which there was none."""
+    """The table that a policy made (None: it got stuck, or took longer than `longest_s`), and in which rooms it makes the same: per
+    group the most bytes for which there was room, and the least for which there was none."""
 
     timed: TimedTable | None
     longest_s: float
