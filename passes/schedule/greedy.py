@@ -40,8 +40,8 @@ class Policy:
 
 @dataclass(frozen=True)
 class _Run:
-    """The table that a policy made (None: it got stuck, or took longer than `longest_s`), and in which rooms it makes the same: per
-    group the most bytes for which there was room, and the least for which there was none."""
+    """The table that a policy made (None: it got stuck, or took longer than `longest_s`), and in which rooms it makes the same:
+    per group the most bytes for which there was room, and the least for which there was none."""
 
     timed: TimedTable | None
     longest_s: float
