@@ -50,7 +50,7 @@ def _itself(value: Value) -> Value:
 
 @dataclass(frozen=True)
 class StagePrice:
-    """What one stage takes on one of its ranks. seconds: of one action by kind, exposed communication and transfers to memory
+    """The price of one stage on one of its ranks. seconds: of one action by kind, exposed communication and transfers to memory
     tiers included; step_s: what a step of this stage alone adds to its actions; moves: what goes to memory tiers and back per
     step."""
 

@@ -24,7 +24,7 @@ from autopar.ir.actions import StageGraph, Table
 from autopar.ir.schedules import Schedule, register
 from autopar.passes.schedule.costs import ActionCosts, MemoryRoom, checked
 from autopar.passes.schedule.fill import fill, without_W
-from autopar.passes.schedule.greedy import Policy, greedy
+from autopar.passes.schedule.greedy import Policy, greedy, most_in_flight
 from autopar.passes.schedule.timed_pipeline import MAKESPAN_WEIGHT, TimedPipeline, TimedTable
 
 SHORT = 3
@@ -162,8 +162,10 @@ class _Settings:
 
 
 def _policy(setting: GreedySetting, pipeline: TimedPipeline, away: Sequence[float]) -> Policy:
+    """The policy of a setting. What no room lets in flight is left out, so settings that the room makes one are one policy."""
     flight = tuple(
-        min(pipeline.m, 1 + floor(setting.x * r / max(f, 1e-12) + 0.01)) for r, f in zip(away, pipeline.f, strict=True)
+        min(most, 1 + floor(setting.x * r / max(f, 1e-12) + 0.01))
+        for most, r, f in zip(most_in_flight(pipeline), away, pipeline.f, strict=True)
     )
     return Policy(flight, setting.patience_F, setting.patience_W, setting.idle, setting.deep)
 

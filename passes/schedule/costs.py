@@ -8,14 +8,17 @@ from dataclasses import dataclass, field
 from autopar.costmodel.simulate import Comm, link_seconds
 from autopar.errors import PlanError
 from autopar.ir.actions import StageGraph
+from autopar.passes.rules.memo import Memo
 
 
 @dataclass(frozen=True)
 class ActionCosts:
-    """seconds: of (stage, kind), kinds F, B, W. comm_s: of every edge between groups, or by (sender, receiver)."""
+    """seconds: of (stage, kind), kinds F, B, W. comm_s: of every edge between groups, or by (sender, receiver). memo: what
+    schedulers made with these costs, for as long as they are tried in one room after another."""
 
     seconds: Mapping[tuple[int, str], float]
     comm_s: Comm = 0.0
+    memo: Memo = field(default_factory=Memo, compare=False, repr=False)
 
     @staticmethod
     def uniform(stages: int, tf: float = 1.0, tb: float = 1.0, tw: float = 1.0, comm_s: Comm = 0.0) -> ActionCosts:

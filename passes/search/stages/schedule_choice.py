@@ -60,6 +60,7 @@ def fastest_schedule(
     room = _room(apart.graph, apart, limits_bytes)
     one_microbatch = _full_with_one(apart.graph, limits_bytes, room)
     least_s = {True: _least_step_s(apart, limits_bytes), False: _least_step_s(together, limits_bytes)}
+    costs = ActionCosts(apart.seconds, apart.hand_over)
     rooms = [room, replace(room, bound=tuple(_LESS_ROOM * nbytes for nbytes in room.bound))]
     for name, space in [(n, r) for n in schedule_names(draft.task, draft) for r in rooms[: 1 + schedule_row(n).timed]]:
         to_beat_s = useless_from_s if best is None else best[1].step_time_s * (1 - _FASTER)
@@ -69,7 +70,7 @@ def fastest_schedule(
         if row.timed and one_microbatch > 1:
             no_room = one_microbatch
             continue
-        table = schedule_table(name, draft, apart, space)
+        table = schedule_table(name, draft, apart.graph, costs, space)
         if table is None:
             continue
         counted = under(apart if splits_backward(table) else together, table)
@@ -120,16 +121,15 @@ def schedule_names(task: Task, draft: Draft) -> list[str]:
     ]
 
 
-def schedule_table(name: str, draft: Draft, apart: Account, room: MemoryRoom) -> Table | None:
+def schedule_table(name: str, draft: Draft, graph: StageGraph, costs: ActionCosts, room: MemoryRoom) -> Table | None:
     """The table of a named schedule for these stages, timed ones within a room; None where it cannot serve. Raises when the
     user asked for it."""
-    graph, M = apart.graph, draft.microbatches
+    M = draft.microbatches
     try:
         row = schedule_row(name)
         if max(map(len, graph.groups)) > 1 and row.stages[1] == 1:
             return grouped(partial(build, name), graph, M)
         if row.timed:
-            costs = ActionCosts(apart.seconds, apart.hand_over)
             return build(name, graph, M, costs=costs, memory=room)
         return build(name, graph, M)
     except PlanError:

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from autopar.costmodel import simulate as sim
 from autopar.errors import PlanError
 from autopar.ir import tables
 from autopar.ir.actions import Action, StageGraph, parse_row, show_row
+from autopar.passes.rules.memo import Memo
 from autopar.passes.schedule import (
     SCHEDULES,
     ActionCosts,
@@ -23,6 +25,7 @@ from autopar.passes.schedule import (
     least_span_s,
     peak_bytes,
 )
+from autopar.passes.schedule import greedy as greedy_module
 from autopar.passes.schedule.greedy import Policy, greedy
 from autopar.passes.schedule.proof import check_table
 from autopar.passes.schedule.timed_pipeline import TimedPipeline
@@ -326,7 +329,7 @@ def test_settings_that_are_given_up_would_not_have_been_finalists(p, m, memory, 
     costs = ActionCosts({(s, k): 1 + 0.3 * math.sin(7 * s + i) for s in range(p) for i, k in enumerate("FBW")}, 0.1)
     table = build("zb-auto", graph, m, costs=costs, memory=memory)
     monkeypatch.setattr(automatic, "greedy", lambda pipeline, policy, longest_s=math.inf: greedy(pipeline, policy))
-    assert build("zb-auto", graph, m, costs=costs, memory=memory) == table
+    assert build("zb-auto", graph, m, costs=replace(costs, memo=Memo()), memory=memory) == table
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -373,3 +376,26 @@ def times(table, graph, costs):
                 start[action] = max(free[g], arrived)
                 free[g] = end[action] = start[action] + costs.seconds[action.stage, action.kind]
     return start, end
+
+
+@pytest.mark.parametrize("held", [0.6, 1.2])
+def test_a_policy_whose_choices_another_room_does_not_change_is_not_run_again(held, monkeypatch):
+    scheduler, runs = greedy_module._ListScheduler, []
+
+    def noted(*given):
+        runs.append(given)
+        return scheduler(*given)
+
+    monkeypatch.setattr(greedy_module, "_ListScheduler", noted)
+    costs = ActionCosts({(s, k): 1 + 0.3 * math.sin(7 * s + i) for s in range(4) for i, k in enumerate("FBW")}, 0.1)
+    spared = []
+    for bound in (7.0, 6.9, 6.5, 3.6, 3.2):
+        room = MemoryRoom((bound,) * 4, (1.0,) * 4, (held,) * 4)
+        table = build("zb-auto", chain(4), 12, costs=costs, memory=room)
+        taken = len(runs)
+        runs.clear()
+        assert build("zb-auto", chain(4), 12, costs=replace(costs, memo=Memo()), memory=room) == table
+        spared.append(len(runs) - taken)
+        runs.clear()
+    assert spared[0] == 0
+    assert sum(spared) > 0
