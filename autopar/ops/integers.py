@@ -35,14 +35,14 @@ in_range = graph_op(
 
 
 expect = graph_op(
-    "expect(Tensor condition, bool value) -> Tensor",
+    "expect(Tensor condition, Scalar value) -> Tensor",
     lambda condition, value: condition.clone(),
     empty_like,
     free=True,
     home="rt.guards",
     told_source=True,
 )(pointwise)
-"""Conditions that must have the value that they had for the example, each element where it lies."""
+"""Conditions, or integers, that must have the value that they had for the example, each element where it lies."""
 
 
 def is_condition(op: str) -> bool:

@@ -49,7 +49,7 @@ class InputLike:
     batch_dim: int | None = None
 
 
-Say = Callable[[int, tuple[int, ...]], str]
+Say = Callable[[int | None, tuple[int, ...]], str]
 """The message for a value and its place in the tensor."""
 Report = tuple[Tensor, tuple[int, ...], Say]
 """A violation that was computed for a tensor of this shape, and the message for it."""
@@ -134,16 +134,17 @@ class Guards:
     def expect(self, condition: Tensor, value: float, source: str = "") -> Tensor:
         """The condition itself, which must have the value that it had for the example."""
 
-        def say(_: int, __: tuple[int, ...]) -> str:
+        def say(one: int | None, _: tuple[int, ...]) -> str:
+            now = "not" if one is None or condition.dtype == torch.bool else str(one)
             return (
                 f"{source}: this depends on the data and was {value} for the example batch, whose way the program takes; for "
-                "this batch it is not. Compile again with an example that goes this way, or write the branch with torch.where"
+                f"this batch it is {now}. Compile again with an example that goes this way, or write the branch with torch.where"
             )
 
         if condition.is_meta:
             return condition
         if self._conditions is not None and not self.captured:
-            self._conditions.append((((condition != value).any().long()), say(0, ())))
+            self._conditions.append((((condition != value).any().long()), say(None, ())))
         else:
             self._raise_where(condition != value, condition, say)
         return condition
@@ -169,7 +170,7 @@ class Guards:
         if x.is_meta or not x.numel():
             return x
 
-        def say(value: int, place: tuple[int, ...]) -> str:
+        def say(value: int | None, place: tuple[int, ...]) -> str:
             allowed = f"{low} to {high - 1}" + "".join(f", or {one}" for one in also)
             where = f" at {list(place)}" if place else ""
             return f"{what}: the value {value}{where} is out of range; {source or 'the program'} takes {allowed}"

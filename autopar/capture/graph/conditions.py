@@ -30,7 +30,9 @@ def guarded(exported: Exported, guards: bool) -> Exported:
     nodes, output = {node.name: node for node in exported.graph.nodes}, exported.graph.output_node()
     for name, held in {held.output: held for held in exported.held}.items() if guards else ():
         condition = nodes[name]
-        truth, wanted = of_each_element(condition, held.value) or (condition, held.value)
+        truth, wanted = (
+            of_each_element(condition, held.value) or _exact(condition, held.value) or (condition, held.value)
+        )
         with exported.graph.inserting_after(truth):
             expected = exported.graph.call_function(expect, (truth, wanted))
         expected.meta = {**truth.meta, "stack_trace": held.asked}
@@ -72,6 +74,14 @@ def of_each_element(condition: fx.Node, value: bool) -> tuple[fx.Node, bool] | N
     with torch._C.DisableTorchFunction():
         each.meta = {**node.meta, "val": elements.meta["val"] > 0}
     return each, value
+
+
+def _exact(condition: fx.Node, value: bool) -> tuple[fx.Node, int] | None:
+    """The integer that a condition compares, and the one that it must be, so that a guard can say both; None for others."""
+    node, value = _source(condition, value)
+    of, wanted = (*node.args, None, None)[:2]
+    compares = node.target is aten.eq.Scalar and value and type(wanted) is int and isinstance(of, fx.Node)
+    return (of, wanted) if compares and _dtype(of) == torch.int64 else None  # type: ignore[arg-type, return-value]
 
 
 def _source(node: fx.Node, value: bool) -> tuple[fx.Node, bool]:

@@ -28,6 +28,8 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class AnyDtype(TorchDispatchMode):
     """Grouped products also in float64, which torch's kernel does not take."""
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = grouped_by_loops if func is torch.ops.aten._grouped_mm.default else func
         return func(*args, **(kwargs or {}))
@@ -41,6 +43,8 @@ class Promote(AnyDtype):
         self.dtype, self.replaced = dtype, replaced(dtype)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            return func(*args, **(kwargs or {}))
         aliased = [a.alias_info is not None for a in func._schema.arguments]
         named = {a.name for a, alias in zip(func._schema.arguments, aliased, strict=True) if alias}
         kwargs = {k: a if k in named else self._argument(a) for k, a in (kwargs or {}).items()}

@@ -26,6 +26,7 @@ from autopar.capture.explain import is_user_file, refusal
 from autopar.capture.while_traced import selected_back, selected_sums  # noqa: F401  for the functions that they register
 from autopar.capture.while_traced.autocast import Regions
 from autopar.capture.while_traced.constants import UNKNOWN, Constants
+from autopar.capture.while_traced.control_flow import WRITTEN_OUT
 from autopar.capture.while_traced.data_numbers import TEXT, Ask
 from autopar.capture.while_traced.decisions import Condition, asked_at
 from autopar.capture.while_traced.random_branches import Drawn
@@ -360,6 +361,7 @@ def _patched(in_inference: list[CaptureError]) -> Iterator[None]:
         mock.patch.object(nn.TransformerEncoder, "forward", _padded(nn.TransformerEncoder.forward, in_inference))
     )
     patches.append(mock.patch.object(_BatchNorm, "forward", cumulative(_BatchNorm.forward)))
+    patches += [mock.patch.object(kind, "__call__", call) for kind, call in WRITTEN_OUT.items()]
     patches += [
         mock.patch.object(kind, name, _without_text(getattr(kind, name)))
         for kind in (torch.SymInt, torch.SymFloat, torch.SymBool)

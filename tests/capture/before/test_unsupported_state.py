@@ -222,14 +222,6 @@ def _memory(net: Net, x: Tensor) -> Tensor:
     return net.first(x) + torch.empty(0).set_(net.last(x).detach())
 
 
-def _transform(net: Net, x: Tensor) -> Tensor:
-    return torch.func.vmap(lambda row: net.last(torch.sin(net.first(row))))(x)
-
-
-def _tangent(net: Net, x: Tensor) -> Tensor:
-    return torch.func.jvp(torch.sin, (net.first(x),), (x,))[1]
-
-
 FORWARDS: dict[Forward, str] = {
     _tensor_hook: r"registers a hook on the gradient of a tensor at .*test_unsupported_state\.py:\d+ in _tensor_hook",
     _node_hook: "reads grad_fn at .* in _node_hook",
@@ -249,8 +241,6 @@ FORWARDS: dict[Forward, str] = {
     _forks: "sets the state of torch's generator at .* in _forks",
     _own_generator: r"draws random numbers from a torch\.Generator at .* in _own_generator",
     _memory: r"the memory of another one \(set_\)",
-    _transform: r"vmap.* at .*\.py:\d+: ",
-    _tangent: r"jvp.* at .*\.py:\d+: ",
 }
 
 

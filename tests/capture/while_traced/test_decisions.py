@@ -124,7 +124,8 @@ def test_a_batch_that_goes_the_way_of_the_example_gives_what_eager_gives(compile
 
 def test_a_batch_that_goes_another_way_stops_at_the_line_that_asks(compiled: tuple[Case, Net, Any]) -> None:
     case, _, program = compiled
-    with pytest.raises(autopar.GuardError, match=r"# here.*this depends on the data"):
+    numbers = r" and was 26 .* it is 6\." if case is _count else ""
+    with pytest.raises(autopar.GuardError, match=rf"# here.*this depends on the data{numbers}"):
         program.run([(other(case),)])
 
 
