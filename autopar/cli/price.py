@@ -40,6 +40,9 @@ def add_parser(commands: Any) -> None:
     price.add_argument("--format", choices=tuple(FORMATS), help="of CONFIG (default: told by the file)")
     price.add_argument("--sequence", type=int, default=2048, help="of a config.json: tokens of a sequence")
     price.add_argument("--batch", type=int, default=0, help="sequences of a step, where CONFIG does not say them")
+    price.add_argument(
+        "--tp", type=int, help="tensor-parallel ranks, where CONFIG leaves that to its launcher (a tp_plan)"
+    )
     price.add_argument("--alone", action="store_true", help="do not look for a better plan")
     price.add_argument("--json", action="store_true", help="as JSON")
 
@@ -54,7 +57,11 @@ def priced(args: argparse.Namespace) -> dict[str, Any]:
     """The answer as data: seconds, bytes, tokens per second, and what a better plan does otherwise. Raises AutoparError."""
     cluster = read_cluster(args.cluster, args.nodes)
     read = read_file(args.config, args.format)
-    layout = read.layout.on(cluster.size)
+    if args.tp is not None and read.layout.tp not in (1, args.tp):
+        raise InputError(f"{args.config} has tp={read.layout.tp}; leave out --tp {args.tp}")
+    layout = replace(read.layout, tp=args.tp or read.layout.tp).on(cluster.size)
+    if layout.modules and layout.tp == 1:
+        raise InputError(f"{args.config} leaves the number of tensor-parallel ranks to its launcher; give --tp")
     batch = layout.global_batch or args.batch or (layout.dp or 1) * (layout.micro_batch or 1)
     layout = replace(layout, global_batch=batch)
     arguments = dict(arguments_of(args.model, batch, args.sequence, layout.precision or None))
