@@ -91,9 +91,9 @@ def write(layout: Layout, facts: Facts) -> Written:
         offload={"all": "parameters", "activations": "none"}.get(layout.offload, layout.offload),
         replicas=layout.replicas if layout.zero == 3 else 1,
     )
-    if carried.dp != layout.dp and layout.global_batch and carried.dp:
-        whole = layout.global_batch % (carried.dp * (layout.micro_batch or 1)) == 0
-        carried = carried if whole else replace(carried, micro_batch=max(1, layout.global_batch // carried.dp))
+    dp, batch = carried.dp, layout.global_batch
+    if dp != layout.dp and batch and dp and batch % (dp * (layout.micro_batch or 1)):
+        carried = replace(carried, micro_batch=max(1, batch // dp))
     text = json.dumps(nested(write_keys(KEYS, carried)), indent=2) + "\n"
     styles = (NotCarried("styles of single modules", "those that AutoTP finds"),) if layout.modules else ()
     again = layout.recompute != "none"
@@ -106,7 +106,7 @@ def read(text: str) -> Read:
     flat = flattened(read_object(text, "a configuration of DeepSpeed"))
     said = read_keys(KEYS, {name: value for name, value in flat.items() if value != "auto"})
     layout, steps = said.layout, flat.get("gradient_accumulation_steps")
-    if is_whole(steps) and layout.global_batch and layout.micro_batch:
+    if is_whole(steps) and steps > 0 and layout.global_batch and layout.micro_batch:
         layout = replace(layout, dp=max(1, layout.global_batch // (steps * layout.micro_batch)))
     shard = flat.get(f"{_ZERO}mics_shard_size")
     if is_whole(shard) and shard > 0 and layout.dp:

@@ -1,7 +1,7 @@
 """A program's plan written in a format, with what the format leaves out and what that costs.
 
-The layout that the files say is compiled again under `options_of`, and its seconds and bytes are held against the plan's: the price
-is the one that every plan has.
+The layout that the files say is compiled again under `options_of`, and its seconds and bytes are held against the plan's: the
+price is the one that every plan has.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Exported:
 def export_plan(
     program: Compiled, name: str, path: Path, compile_again: Callable[[Request], Compiled], price: bool = True
 ) -> Exported:
-    """Write the plan of a program in a format. path: a folder, or the file itself where there is one file alone. price: whether the
-    exported layout is compiled again. Raises InputError for an unknown format, EmitError where files cannot be written."""
+    """Write the plan of a program in a format. path: a folder, or the file itself where there is one file alone. price: whether
+    the exported layout is compiled again. Raises InputError for an unknown format, EmitError where files cannot be written."""
     row = format_named(name)
     layout, left = layout_of(program)
     written = row.write(layout, facts_of(program))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from autopar.errors import InputError
 from autopar.exchange.layout import Layout, NotCarried, StageUnits
@@ -56,7 +56,7 @@ def choice(name: str, of: str, names: Mapping[str, Any]) -> Key:
     return Key(name, (of,), lambda layout: names.get(getattr(layout, of)), read)
 
 
-def is_whole(value: Any) -> bool:
+def is_whole(value: Any) -> TypeGuard[int]:
     """Whether a value is a whole number, and no truth."""
     return isinstance(value, int) and not isinstance(value, bool)
 

@@ -29,7 +29,7 @@ STYLES = {
 
 @dataclass(frozen=True)
 class StageUnits:
-    """The contents of a stage of a pipeline: whether the embedding, how many layers, whether what follows these (norm, head, loss)."""
+    """The contents of a stage of a pipeline: whether the embedding, how many layers, whether what follows (norm, head, loss)."""
 
     layers: int
     embedding: bool = False
@@ -128,7 +128,7 @@ class Layout:
         return replace(self, dp=dp)
 
     def only(self, carried: Collection[str]) -> Layout:
-        """The layout that is left where only these fields are carried; ranks of the other degrees are dp's, which `on` fills in."""
+        """The layout that is left where only these fields are carried; ranks of other degrees are dp's, which `on` fills in."""
         default = Layout()
         left = {f.name: getattr(default, f.name) for f in fields(self) if f.name not in carried}
         return replace(self, **{**left, "dp": None})

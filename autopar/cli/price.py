@@ -1,0 +1,147 @@
+"""`autopar price CONFIG --model MODEL --cluster C`: how long a step of another system's configuration will take.
+
+autopar price launch.sh --model config.json --cluster dgx-h100 --nodes 8 --sequence 8192
+autopar price ds_config.json --model my_package.models:step --cluster cluster.yaml
+
+CONFIG is a command line of Megatron, a recipe of torchtitan, a JSON of DeepSpeed, a YAML of accelerate, a tp_plan, or FSDP2
+code as `autopar plan --export` writes it. MODEL is as for `autopar plan`. The layout is compiled, and said are seconds, tokens
+per second, utilisation, peak by cause, whether that fits, keys that mean nothing here, and what the best plan does otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import autopar.api
+from autopar.cli.asked_model import arguments_of
+from autopar.cli.cluster_argument import read_cluster
+from autopar.errors import AutoparError, InputError
+from autopar.exchange.formats import FORMATS, read_file
+from autopar.exchange.from_plan import facts_of, layout_of
+from autopar.exchange.layout import Layout
+from autopar.exchange.to_options import differences, options_of
+from autopar.ir.text import size_text, time_text
+from autopar.options import Options
+from autopar.program import ParallelProgram
+from autopar.report.machines import step_work
+
+
+def add_parser(commands: Any) -> None:
+    """The command among those of `autopar`."""
+    price = commands.add_parser("price", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    price.add_argument("config", metavar="CONFIG", type=Path, help="a configuration of another system")
+    price.add_argument("--model", required=True, help="module:function, or a config.json of transformers")
+    price.add_argument("--cluster", required=True, help="a preset such as dgx-h100, a cluster file, or here")
+    price.add_argument("--nodes", type=int, default=1, help="of a preset")
+    price.add_argument("--format", choices=tuple(FORMATS), help="of CONFIG (default: told by the file)")
+    price.add_argument("--sequence", type=int, default=2048, help="of a config.json: tokens of a sequence")
+    price.add_argument("--batch", type=int, default=0, help="sequences of a step, where CONFIG does not say them")
+    price.add_argument(
+        "--tp", type=int, help="tensor-parallel ranks, where CONFIG leaves that to its launcher (a tp_plan)"
+    )
+    price.add_argument("--alone", action="store_true", help="do not look for a better plan")
+    price.add_argument("--json", action="store_true", help="as JSON")
+
+
+def run(args: argparse.Namespace) -> str:
+    """The answer as text. Raises AutoparError."""
+    found = priced(args)
+    return json.dumps(found) if args.json else in_words(found)
+
+
+def priced(args: argparse.Namespace) -> dict[str, Any]:
+    """The answer as data: seconds, bytes, tokens per second, and what a better plan does otherwise. Raises AutoparError."""
+    cluster = read_cluster(args.cluster, args.nodes)
+    read = read_file(args.config, args.format)
+    if args.tp is not None and read.layout.tp not in (1, args.tp):
+        raise InputError(f"{args.config} has tp={read.layout.tp}; leave out --tp {args.tp}")
+    layout = replace(read.layout, tp=args.tp or read.layout.tp).on(cluster.size)
+    if layout.modules and layout.tp == 1:
+        raise InputError(f"{args.config} leaves the number of tensor-parallel ranks to its launcher; give --tp")
+    batch = layout.global_batch or args.batch or (layout.dp or 1) * (layout.micro_batch or 1)
+    layout = replace(layout, global_batch=batch)
+    arguments = dict(arguments_of(args.model, batch, args.sequence, layout.precision or None))
+    if "options" in arguments and not isinstance(arguments["options"], Options):
+        raise InputError(f"{args.model}: options must be autopar.Options(…)")
+    given = arguments.pop("options", None)
+    program = autopar.api.compile(cluster=cluster, options=options_of(layout, given), **arguments)
+    if (asked := layout.global_batch) != program.request.batch:
+        raise InputError(
+            f"{args.config} has a global batch of {asked}, {args.model} one of {program.request.batch}; make them the same"
+        )
+    facts = {
+        "ranks": cluster.size,
+        "layout": {name: str(value) for name, value in layout.said().items() if name != "modules"},
+        **_prediction(program),
+        "priced_with": list(differences(layout)),
+        "meaningless": dict(read.unknown),
+    }
+    return facts | ({} if args.alone else {"better": _better(program, cluster, arguments, given, layout)})
+
+
+def _prediction(program: ParallelProgram) -> dict[str, Any]:
+    """Seconds, tokens per second, utilisation and bytes of a program."""
+    step_s, sequence = program.predicted.step_time_s, facts_of(program).sequence
+    batch, device_s = program.request.batch, step_work(program)[1] * program.plan.microbatches
+    return {
+        "step_time_s": step_s,
+        "tokens_per_s": None if sequence is None or not step_s else batch * sequence / step_s,
+        "mfu": device_s / program.plan.ranks / step_s if step_s else None,
+        "peak_bytes": program.predicted.peak_bytes,
+        "peak_by_cause_bytes": dict(program.peak_kinds),
+        "device_bytes": min(device.memory_bytes for _, device in program.cluster.devices),
+    }
+
+
+def _better(
+    program: ParallelProgram, cluster: Any, arguments: Any, given: Any, layout: Layout
+) -> dict[str, Any] | None:
+    """The best plan in the same precision, where it is faster or fits where the layout does not; None where there is none."""
+    options = replace(given or Options(), precision=layout.precision or None, explain_s=0.0)
+    try:
+        best = autopar.api.compile(cluster=cluster, options=options, **arguments)
+    except AutoparError:
+        return None
+    limit = min(device.memory_bytes for _, device in program.cluster.devices)
+    if best.predicted.step_time_s >= program.predicted.step_time_s and program.predicted.peak_bytes <= limit:
+        return None
+    own, _ = layout_of(best)
+    names = [name for name in (own.said() | layout.said()) if name not in ("modules", "stages", "table")]
+    changes = {
+        name: [str(getattr(layout, name)), str(getattr(own, name))]
+        for name in names
+        if getattr(layout, name) != getattr(own, name)
+    }
+    return {"plan": best.plan.show_meshes(), **_prediction(best), "changes": changes}
+
+
+def in_words(found: dict[str, Any]) -> str:
+    """The answer for people."""
+    said = ", ".join(f"{name}={value}" for name, value in found["layout"].items())
+    lines = [f"{found['ranks']} ranks: {said}", _line("this layout", found)]
+    causes = {name: nbytes for name, nbytes in found["peak_by_cause_bytes"].items() if nbytes >= 0.5}
+    lines.append("peak: " + ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in causes.items()))
+    lines += [f"priced with {point}" for point in found["priced_with"]]
+    lines += [f"means nothing here: {name} = {value}" for name, value in found["meaningless"].items()]
+    if "better" in found:
+        better = found["better"]
+        if better is None:
+            lines.append("no plan is predicted to be faster")
+        else:
+            lines.append(_line(f"better: {better['plan']}", better))
+            lines += [f"  {name}: {before} → {after}" for name, (before, after) in better["changes"].items()]
+    return "\n".join(lines)
+
+
+def _line(what: str, found: dict[str, Any]) -> str:
+    tokens = "" if found["tokens_per_s"] is None else f"{found['tokens_per_s']:,.0f} tokens/s, "
+    mfu = "" if found["mfu"] is None else f"{found['mfu']:.1%} of the peak of products, "
+    over = found["peak_bytes"] - found["device_bytes"]
+    fits = f"does not fit: {size_text(over)} too many" if over > 0 else f"of {size_text(found['device_bytes'])}"
+    return (
+        f"{what}: step {time_text(found['step_time_s'])}, {tokens}{mfu}peak {size_text(found['peak_bytes'])} ({fits})"
+    )

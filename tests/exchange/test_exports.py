@@ -1,0 +1,118 @@
+"""Programs whose plans are exported: what is written, lost, and what it costs; and FSDP2 code that trains as the plans do."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import autopar
+from autopar.errors import InputError
+from autopar.exchange.formats import FORMATS
+from autopar.exchange.from_plan import layout_of
+from autopar.exchange.layout import StageUnits
+from tests.exchange.cases import PLANS, STEPS, batch_of, program_of
+from tests.zoo.models import BY_NAME
+from tests.zoo.programs import compiled_zoo
+
+ROOT = Path(__file__).parent.parent.parent
+LLAMA = BY_NAME["llama"]
+
+
+@pytest.fixture(scope="module")
+def llama() -> autopar.Program:
+    options = autopar.Options(
+        mesh={"dp": 2, "tp": 2},
+        strategy="megatron-zero1",
+        microbatches=2,
+        recompute="none",
+        offload="none",
+        overlap=False,
+    )
+    return compiled_zoo(LLAMA, 4, options=options)
+
+
+def test_a_plan_is_a_layout(llama: autopar.Program) -> None:
+    layout, _ = layout_of(llama)
+    assert (layout.dp, layout.tp, layout.pp, layout.zero, layout.recompute) == (2, 2, 1, 1, "none")
+    assert (layout.micro_batch, layout.global_batch, layout.sequence_parallel) == (2, 8, True)
+    styles = {name.rpartition(".")[2]: style for name, style in layout.modules.items()}
+    products = {"wq": "colwise", "wk": "colwise", "wv": "colwise", "wo": "rowwise"}
+    assert styles == products | {"gate": "colwise", "up": "colwise", "down": "rowwise"} | {
+        "embed": "vocab",
+        "head": "colwise_gather",
+    }
+
+
+def test_a_pipeline_is_a_layout() -> None:
+    options = autopar.Options(pp=2, microbatches=4, schedule="zb-h1", stage_boundaries=["blocks.2"], idle_ranks=False)
+    layout, _ = layout_of(compiled_zoo(LLAMA, 2, options=options))
+    assert (layout.dp, layout.pp, layout.virtual_stages, layout.schedule) == (1, 2, 1, "zb-h1")
+    assert layout.stages == (StageUnits(2, embedding=True), StageUnits(1, loss=True))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_says_what_it_loses_and_costs(name: str, llama: autopar.Program, tmp_path: Path) -> None:
+    exported = llama.export(name, tmp_path, price=name == "fsdp2")
+    lost = {one.what.partition(" = ")[0] for one in exported.not_carried}
+    loss = "a loss that is divided by a count over the whole batch"
+    expected = {
+        "fsdp2": {"zero", "sequence_parallel"},
+        "tp_plan": {"zero", "sequence_parallel"},
+        "accelerate": {"zero", "sequence_parallel"},
+        "megatron": {"styles of single modules"},
+        "torchtitan": {"zero", "styles of single modules"},
+        "deepspeed": {"sequence_parallel", "styles of single modules"},
+    }
+    assert lost == expected[name] | {loss}
+    assert all(path.stat().st_size for path in exported.files)
+    if name == "fsdp2":
+        assert exported.exported is not None
+        assert exported.exported.step_time_s > exported.plan.step_time_s  # parameters are gathered
+        ast.parse(exported.files[0].read_text())
+    else:
+        assert exported.unpriced in str(exported)
+
+
+def test_a_layout_that_says_the_plan_costs_what_the_plan_does(tmp_path: Path) -> None:
+    options = autopar.Options(mesh={"dp": 4}, strategy="zero3", microbatches=1, recompute="none", offload="none")
+    exported = compiled_zoo(BY_NAME["mlp"], 4, options=options).export("accelerate", tmp_path / "a.yaml")
+    assert exported.files == (tmp_path / "a.yaml",)
+    assert exported.exported is not None
+    assert exported.exported.step_time_s == pytest.approx(exported.plan.step_time_s)
+    assert exported.exported.peak_bytes == pytest.approx(exported.plan.peak_bytes)
+
+
+def test_an_unknown_format_is_refused(llama: autopar.Program, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="known: fsdp2"):
+        llama.export("nemo", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_fsdp2_code_of_zoo_plans_trains_as_the_plans_do(tmp_path: Path) -> None:
+    expected = {}
+    for case in PLANS:
+        zoo = BY_NAME[case.partition("_")[0]]
+        program = program_of(zoo, case)
+        program.export("fsdp2", tmp_path / case, price=False)
+        expected[case] = [float(one) for one in program.run([batch_of(zoo, seed) for seed in range(STEPS)]).losses]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    worker = str(Path(__file__).with_name("fsdp2_worker.py"))
+    done = subprocess.run(
+        [*torchrun, worker, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    found = {case: json.loads((tmp_path / case / "losses.json").read_text()) for case in PLANS}
+    assert found == {case: pytest.approx(losses, rel=1e-9) for case, losses in expected.items()}

@@ -1,0 +1,80 @@
+"""What is written is taken by the parsers of the systems that it is for, where these are installed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from autopar.exchange import deepspeed, torchtitan, tp_plan
+from autopar.exchange.keys import Facts
+from autopar.exchange.layout import Layout
+from tests.exchange.published import RUNS, Run
+
+pytestmark = pytest.mark.slow
+every_run = pytest.mark.parametrize("run", RUNS, ids=lambda run: run.id)
+
+
+def layout_of(run: Run) -> Layout:
+    schedule = "" if run.pp == 1 else "interleaved" if run.vpp > 1 else "1f1b"
+    return Layout(
+        dp=run.dp,
+        tp=run.tp,
+        cp=run.cp,
+        ep=run.ep,
+        pp=run.pp,
+        virtual_stages=max(1, run.vpp),
+        schedule=schedule,
+        zero=run.zero,
+        micro_batch=run.micro_batch,
+        global_batch=run.global_batch,
+        recompute=run.recompute,
+        precision=run.precision,
+    )
+
+
+@every_run
+def test_torchtitan_takes_its_sections(run: Run) -> None:
+    config = pytest.importorskip("torchtitan.config")
+    layout = layout_of(run)
+    keys = torchtitan.sections(torchtitan.write(layout, Facts(ranks=layout.ranks)).files["recipe.py"])
+    for section, name in torchtitan.SECTIONS.items():
+        own = {key.partition(".")[2]: value for key, value in keys.items() if key.startswith(f"{section}.")}
+        made = getattr(config, name)(**own)
+        assert {key: getattr(made, key) for key in own} == own
+
+
+@every_run
+def test_deepspeed_takes_its_json(run: Run) -> None:
+    pytest.importorskip("deepspeed")
+    read = importlib.import_module("deepspeed.runtime.config").DeepSpeedConfig
+    layout = layout_of(run)
+    written = deepspeed.write(layout, Facts(ranks=layout.ranks))
+    values = json.loads(written.files["deepspeed.json"])
+    made = read(values, mpu=SimpleNamespace(get_data_parallel_world_size=lambda: written.carried.dp))
+    assert made.zero_config.stage == run.zero
+    assert made.train_batch_size == run.global_batch
+    assert made.train_micro_batch_size_per_gpu == written.carried.micro_batch
+
+
+@every_run
+def test_accelerate_takes_its_degrees(run: Run) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    from autopar.exchange import accelerate as own
+
+    layout = layout_of(run)
+    written = own.write(layout, Facts(ranks=layout.ranks))
+    carried = written.carried
+    made = accelerate.ParallelismConfig(
+        dp_replicate_size=carried.dp_replicate, dp_shard_size=carried.dp_shard, tp_size=carried.tp, cp_size=carried.cp
+    )
+    assert made.total_size == layout.ranks
+
+
+def test_transformers_knows_the_styles() -> None:
+    module = "transformers.integrations.tensor_parallel"
+    pytest.importorskip("transformers")
+    known = importlib.import_module(module).ALL_PARALLEL_STYLES.keys()
+    assert set(tp_plan.STYLES.values()) <= set(known)
