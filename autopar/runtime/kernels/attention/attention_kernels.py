@@ -8,7 +8,8 @@ gives, or several pieces that were merged, is what the backward of any can be gi
 hidden here:
 
     plain       the plain formula, for everything (`plain_scores`)
-    cpu         torch's flash attention on CPUs: masks at the size of the scores, several query heads to a key head as they are
+    cpu         torch's flash attention on CPUs: masks at the size of the scores, several query heads to a key head as they are,
+                the numbers of a head side by side
     flash       GPU, 16 bits, no mask: key heads as on CPUs
     cudnn       the same; log-sum-exp (batch, heads, query, 1)
     efficient   GPU: log-sum-exp in rows of whole 32, infinite beyond the last; masks as on CPUs, key heads repeated
@@ -52,7 +53,7 @@ class _Cpu:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, config: Config) -> tuple[Tensor, Tensor]:
         bias = _bias(config.mask, q, k)
         return aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, config.causal, attn_mask=bias, scale=config.scale
+            *map(_in_rows, (q, k, v)), 0.0, config.causal, attn_mask=bias, scale=config.scale
         )
 
     def attend_grad(
@@ -60,7 +61,7 @@ class _Cpu:
     ) -> tuple[Tensor, Tensor, Tensor]:
         bias = _bias(config.mask, q, k)
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            g, q, k, v, out, lse, 0.0, config.causal, attn_mask=bias, scale=config.scale
+            g, *map(_in_rows, (q, k, v, out)), lse, 0.0, config.causal, attn_mask=bias, scale=config.scale
         )
 
 
@@ -192,6 +193,11 @@ def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     if mask is None:
         return None
     return _additive(mask, q.dtype).to(softmax_dtype(q)).expand(*q.shape[:3], k.shape[2])
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """The tensor with the numbers of its last dim side by side: torch's kernel for CPUs reads them so, whatever the stride is."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _ready(x: Tensor) -> Tensor:

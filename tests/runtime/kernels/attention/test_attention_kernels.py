@@ -210,6 +210,14 @@ def test_an_operand_that_lies_elsewhere_is_copied(stand_ins: None, monkeypatch: 
     assert_equals_eager("flash", monkeypatch, [turned, shifted, turned.detach().clone().requires_grad_()], None, True)
 
 
+@pytest.mark.parametrize("which", range(3))
+def test_a_cpus_kernel_is_given_the_numbers_of_a_head_side_by_side(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Channels before positions, as a convolution gives keys: torch's kernel would read them as if they lay in rows."""
+    tensors = [leaf(2, 2, 7, 4, False) for _ in range(3)]
+    tensors[which] = torch.randn(2, 2, 4, 7, dtype=torch.float64).mT.requires_grad_()
+    assert_equals_eager("cpu", monkeypatch, tensors, None, True)
+
+
 # --- fake CUDA tensors
 
 
