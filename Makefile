@@ -88,6 +88,7 @@ bench: $(READY)
 SWEEP := build/models.jsonl
 models: $(READY)
 	$(PY) -m pip install --quiet --no-input -c constraints.txt -e '.[models]'
+	$(PY) -m pip install --quiet --no-input --no-deps timm==1.0.31  # without torchvision, which its models do not need
 	@mkdir -p $(dir $(SWEEP))
 	$(PY) -m benchmarks.architectures.sweep $(SWEEP)
 	$(PY) -m benchmarks.architectures.page $(SWEEP) docs/models.md

@@ -90,8 +90,14 @@ def _dims(call: OpCall, parts: Mapping[str, int], share: int) -> tuple[int, ...]
     """Rows of one expert, inner dim and width: every expert's rows are a product of their own. An axis that carries
     brings an expert the rows of all its ranks; one that shards tokens alone leaves it a share of them."""
     experts, d, _, f = call.operand("w_in").shape
-    of_tokens = share / (parts["e"] * parts["f"])
-    return max(int(_pairs(call) / (experts * of_tokens)), 1), int(f / parts["f"]), d
+    of_experts, of_inner = _cut(parts)
+    of_tokens = share / (of_experts * of_inner)
+    return max(int(_pairs(call) / (experts * of_tokens)), 1), int(f / of_inner), d
+
+
+def _cut(parts: Mapping[str, int]) -> tuple[int, int]:
+    """Into how many parts experts and inner dim are cut; a dim of size one is no factor."""
+    return parts.get("e", 1), parts.get("f", 1)
 
 
 def _grouped(call: OpCall, parts: Mapping[str, int], share: int) -> Grouped:
@@ -99,11 +105,12 @@ def _grouped(call: OpCall, parts: Mapping[str, int], share: int) -> Grouped:
     where they are computed (4). Backward gathers and sorts gradients too, and makes the first product again."""
     _, d, halves, f = call.operand("w_in").shape
     x = call.operand("x")
-    rows, width = _pairs(call) * parts["f"] / share, x.nbytes / math.prod(x.shape)
+    of_experts, of_inner = _cut(parts)
+    rows, width = _pairs(call) * of_inner / share, x.nbytes / math.prod(x.shape)
     carries = math.prod(parts.values()) > share
-    padding = _padding(call, rows if carries else rows * parts["e"], parts["e"])
-    of = (call["x"].index, call.operand("chosen").shape[-1], call.operand("w_in").shape[0] // parts["e"])
-    row_bytes, inner_bytes = rows * width * d, rows * width * (halves + 1) * f / parts["f"]
+    padding = _padding(call, rows if carries else rows * of_experts, of_experts)
+    of = (call["x"].index, call.operand("chosen").shape[-1], call.operand("w_in").shape[0] // of_experts)
+    row_bytes, inner_bytes = rows * width * d, rows * width * (halves + 1) * f / of_inner
     if call.op.startswith("autopar.experts_grad"):
         again = _products(call)[0] / _work(call, Rule((), (), {}))[0]
         return Grouped(*of, 1.5 * row_bytes, 10 if carries else 6, 1.5 * inner_bytes, again, padding)

@@ -44,8 +44,9 @@ def _dims(call: OpCall, parts: Mapping[str, int], share: int) -> tuple[int, ...]
     """Rows of one group, n and k: every group's rows are a product of their own."""
     rows, k, n = math.prod(call.shapes[2]), call.shapes[0][-1], call.shapes[1][-1]
     groups = call["groups"] if call.op.startswith("autopar.grouped_mm_dw") else call.shapes[1][0]
-    of_rows = share // (parts["e"] * parts["k"] * parts["n"])
-    return max(rows // (groups * of_rows), 1), n // parts["n"], k // parts["k"]
+    of_groups, of_k, of_n = (parts.get(factor, 1) for factor in "ekn")  # a dim of size one is no factor
+    of_rows = share // (of_groups * of_k * of_n)
+    return max(rows // (groups * of_rows), 1), n // of_n, k // of_k
 
 
 @graph_op(

@@ -42,7 +42,7 @@ from autopar.proof.verify import verify
 
 from .case import Case
 
-FAMILIES = ("transformers", "diffusers", "plain", "graphs", "towers", "sequences")
+FAMILIES = ("transformers", "diffusers", "timm", "plain", "graphs", "towers", "sequences")
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 NODES = (1, 8)
 SEARCH_S = 5.0

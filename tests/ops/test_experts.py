@@ -269,6 +269,19 @@ def test_work_is_priced_by_the_rows_of_one_expert() -> None:
             assert dims(call, parts, rule.work_parts((choice,), mesh)) == wanted, choice
 
 
+def test_one_expert_is_priced_by_all_rows() -> None:
+    """A dim of size one is no factor of a rule, so that nobody says into how many parts it is cut."""
+    for case in mixture((32,), 1, 1).cases(torch.zeros(32, 3, dtype=torch.float64)):
+        call, mesh = op_call(as_node(case, case.whole())[0]), Mesh.of(a=2)
+        facts, rule = find(call.op), rule_of(call)
+        assert facts is not None
+        assert facts.dims is not None
+        assert facts.grouped is not None
+        parts, share = rule.parts(("t0",), mesh), rule.work_parts(("t0",), mesh)
+        assert facts.dims(call, parts, share) == (16, 4, 3)
+        assert facts.grouped(call, parts, share).groups == 1
+
+
 def on_ranks(one: Mixture, ranks: int, promise: tuple[float, str]) -> list[Any]:
     """The results of every rank, or the error that it raises."""
 
