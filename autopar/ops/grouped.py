@@ -109,6 +109,7 @@ differentiable(grouped_mm_dw, _dw_backward)
     torch.stack,
     lambda parts: parts[0].new_empty([len(parts), *parts[0].shape]),
     carries=True,
+    free=True,
     finite=lambda call: True,
     precision="follow",
 )

@@ -6,6 +6,7 @@ import torch
 
 from autopar.ops import experts
 from autopar.ops.chosen import count_chosen
+from autopar.ops.grouped import stacked
 from autopar.runtime.kernels.gates import ACTIVATIONS
 from tests.ops.execution import Case
 from tests.ops.generators import Draw, call, makes
@@ -41,3 +42,11 @@ def _count_chosen(draw: Draw, name: str) -> Case:
     if draw.pick(True, False):
         return call(count_chosen, draw.pick(draw.i(2, *shape, n), draw.b(*shape, n)), n, True, torch.float64)
     return call(count_chosen, draw.i(n + 2, *shape) - 1, n, False, torch.float64)
+
+
+@makes("autopar.stacked")
+def _stacked(draw: Draw, name: str) -> Case:
+    """Parts have memories of their own, or lie one after another in one."""
+    shape, count = draw.shape(1, 3), draw.size()
+    parts = draw.pick(lambda: [draw.f(*shape) for _ in range(count)], lambda: [*draw.f(count, *shape)])()
+    return call(stacked, parts)

@@ -14,6 +14,8 @@ import autopar
 from autopar.ops.grouped import stacked as stacked_op
 from autopar.passes.lower.rooms import rooms
 from autopar.runtime.kernels.grouped import stacked
+from autopar.runtime.program.layout import TensorInfo
+from autopar.runtime.step.stage import Rooms
 from tests.capture.known import expert_forms as forms
 from tests.measure import measure_peak
 
@@ -89,3 +91,12 @@ def test_parts_that_are_turned_are_copied() -> None:
     room = torch.randn(2, 4, 4)
     parts = [room[i].t() for i in range(2)]
     assert torch.equal(stacked(parts), torch.stack(parts))
+
+
+def test_a_room_holds_its_tensors_in_the_order_of_the_table() -> None:
+    row = {"shape": (4,), "dtype": "float32", "spec": ((),)}
+    infos = [TensorInfo(name, row | {"room": room}) for name, room in (("a", "a"), ("b", ""), ("c", "a"))]
+    memory = Rooms(infos)
+    c, b, a = (memory.empty(info, (4,), torch.float32, torch.device("cpu")) for info in reversed(infos))
+    assert stacked([a, c]).data_ptr() == a.data_ptr() != stacked([c, a]).data_ptr()
+    assert b.untyped_storage().data_ptr() != a.untyped_storage().data_ptr()
