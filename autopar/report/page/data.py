@@ -15,7 +15,7 @@ from autopar.report.answer import CAUSES, rate_text, shown_parts
 from autopar.report.page.lanes import Schedule, schedule
 from autopar.report.page.machines import Placed, placed
 from autopar.report.page.shown import Bar, Figure, Table, bar, runs, share_text, span_text
-from autopar.report.page.tree import Blocks, blocks
+from autopar.report.page.tree import KEPT, Blocks, blocks
 from autopar.report.predicted_vs_measured import Profile, action_rows, message_rows
 from autopar.report.program_facts import ProgramFacts
 
@@ -133,7 +133,7 @@ def _room(program: ProgramFacts) -> Table:
 
 def _modules(tree: Blocks) -> Table:
     """A table of what blocks of the model hold, those under the same parent that are alike as one."""
-    kinds = ("parameters", "gradients", "optimizer", "kept for backward")
+    kinds = ("parameters", "gradients", "optimizer", KEPT)
     rows = []
     for node in tree.roots:
         inner = node.children if node.code is None and node.children else ()
