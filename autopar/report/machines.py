@@ -49,4 +49,4 @@ def step_work(program: Compiled) -> tuple[float, float]:
             if definition is not None and definition.work is not None and not definition.free:
                 flops += times * definition.work(op, rule)[0]
                 seconds += times * pricer.work_s(op, rule)
-    return flops, seconds
+    return program.plan.microbatches * flops, program.plan.microbatches * seconds  # the program is of one of them

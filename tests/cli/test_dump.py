@@ -245,3 +245,9 @@ def test_messages_inside_ops_are_shown_with_what_hides_them(tmp_path, capsys):
     inside = [e for e in trace["traceEvents"] if e.get("cat") == "inside"]
     assert {e["name"] for e in inside} == {"messages in F0.0", "messages in B0.0"}
     assert "shift" in said(capsys, str(tmp_path), "--section", "collectives")
+
+
+def test_html_is_the_page(pipeline, capsys):
+    html = said(capsys, str(pipeline), "--format", "html")
+    assert html.startswith("<!DOCTYPE html>")
+    assert "Blocks, training on 4 ranks of local-4: zb-h1 of 2 stages on dp=2, 4 microbatches" in html

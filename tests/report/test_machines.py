@@ -14,7 +14,7 @@ from autopar.report.machines import has_known_peak, machine_facts, step_work
 from autopar.runtime.program.manifest import Manifest
 
 
-def compiled(cluster: autopar.ClusterSpec, layers: int = 3) -> autopar.ParallelProgram:
+def compiled(cluster: autopar.ClusterSpec, layers: int = 3, microbatches: int = 1) -> autopar.ParallelProgram:
     model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(layers)))
     batch = (torch.zeros(16, 32), torch.zeros(16, 32))
     return autopar.compile(
@@ -23,7 +23,7 @@ def compiled(cluster: autopar.ClusterSpec, layers: int = 3) -> autopar.ParallelP
         batch,
         loss_fn=nn.functional.mse_loss,
         optimizer=torch.optim.SGD,
-        options=autopar.Options(mesh={"dp": 2}),
+        options=autopar.Options(mesh={"dp": 2}, microbatches=microbatches),
     )
 
 
@@ -33,6 +33,11 @@ def test_products_are_those_of_forward_and_of_both_gradients():
     flops, seconds = step_work(program)
     assert flops == 2 * 16 * 32 * 32 * (3 * 3 - 1)
     assert seconds == pytest.approx(flops / device_preset("h100").peak("float32"))
+
+
+def test_a_step_in_microbatches_has_the_work_of_the_whole_batch():
+    cluster = autopar.ClusterSpec.homogeneous(devices=2, device="h100", devices_per_node=1)
+    assert step_work(compiled(cluster, microbatches=4)) == pytest.approx(step_work(compiled(cluster)))
 
 
 def test_the_manifest_has_them(tmp_path):

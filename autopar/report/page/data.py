@@ -15,7 +15,7 @@ from autopar.report.answer import CAUSES, rate_text, shown_parts
 from autopar.report.page.lanes import Schedule, schedule
 from autopar.report.page.machines import Placed, placed
 from autopar.report.page.shown import Bar, Figure, Table, bar, runs, share_text, span_text
-from autopar.report.page.tree import Blocks, blocks
+from autopar.report.page.tree import KEPT, Blocks, blocks
 from autopar.report.predicted_vs_measured import Profile, action_rows, message_rows
 from autopar.report.program_facts import ProgramFacts
 
@@ -99,9 +99,11 @@ def _figures(program: ProgramFacts) -> Iterator[Figure]:
 def _hidden(program: ProgramFacts) -> str:
     """A sentence about messages that add nothing to the step."""
     shown_s = program.spent.messages_s + program.spent.gradients_s
-    hidden_s = max(program.predicted.comm_time_s - shown_s, 0.0)
+    by_stage = [sum(one.time_s for one in stage.collectives) for stage in program.stages]
+    all_s = max(sum(by_stage[s] for s in group) for group in program.schedule.graph.groups)
+    hidden_s = max(all_s - shown_s, 0.0)
     return (
-        f"Messages of the stage that sends most take {time_text(program.predicted.comm_time_s)}; {time_text(shown_s)} of "
+        f"Messages of the ranks that send most take {time_text(all_s)} in a step; {time_text(shown_s)} of "
         f"messages add to the step, and {time_text(hidden_s)} are hidden behind work."
     )
 
@@ -133,7 +135,7 @@ def _room(program: ProgramFacts) -> Table:
 
 def _modules(tree: Blocks) -> Table:
     """A table of what blocks of the model hold, those under the same parent that are alike as one."""
-    kinds = ("parameters", "gradients", "optimizer", "kept for backward")
+    kinds = ("parameters", "gradients", "optimizer", KEPT)
     rows = []
     for node in tree.roots:
         inner = node.children if node.code is None and node.children else ()

@@ -37,7 +37,9 @@ class Node:
         return ", ".join(f"{what} {text}" for what, text in self.about if what in BRIEF)
 
 
-BRIEF = ("parameters", "kept for backward", "stored")
+KEPT = "kept for backward"
+KINDS = ("parameters", "gradients", "optimizer", "averages", KEPT)
+BRIEF = ("parameters", KEPT, "stored")
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,17 @@ class Blocks:
 
 @dataclass
 class _Block:
-    """A block while the tree is put together."""
+    """A block while the tree is put together. held: bytes by kind on a rank of every stage that has some of the block."""
 
-    held: float = 0.0
-    resting: dict[str, float] = field(default_factory=dict)
+    held: dict[int, dict[str, float]] = field(default_factory=dict)
     codes: list[int] = field(default_factory=list)
     parameter: ParameterFacts | None = None
     children: dict[str, _Block] = field(default_factory=dict)
+
+    def hold(self, stage: int, kind: str, nbytes: float) -> None:
+        """Add bytes that a rank of a stage holds for the block."""
+        kinds = self.held.setdefault(stage, {})
+        kinds[kind] = kinds.get(kind, 0.0) + nbytes
 
     def at(self, path: Sequence[str]) -> Iterator[_Block]:
         """The blocks on the way to a path."""
@@ -71,7 +77,7 @@ def blocks(program: ProgramFacts, plan: Plan) -> Blocks:
     """The tree of a program."""
     root, codes = _Block(), list[tuple[str, TemplateFacts]]()
     seen: set[str] = set()
-    for stage, planned in zip(program.stages, plan.stages, strict=True):
+    for number, (stage, planned) in enumerate(zip(program.stages, plan.stages, strict=True)):
         first, last = planned.calls
         numbers: dict[str, int] = {}
         for call in program.calls[first:last]:
@@ -82,7 +88,7 @@ def blocks(program: ProgramFacts, plan: Plan) -> Blocks:
                 numbers[call.template] = codes.index(one)
             on_way = list(root.at((call.path or call.template).split(".")))
             for block in on_way:
-                block.held += call.held_bytes
+                block.hold(number, KEPT, call.held_bytes)
             if call.template in numbers and numbers[call.template] not in on_way[-1].codes:
                 on_way[-1].codes.append(numbers[call.template])
         for name, parameter in stage.parameters.items():
@@ -93,7 +99,7 @@ def blocks(program: ProgramFacts, plan: Plan) -> Blocks:
             on_way[-1].parameter = parameter
             for block in on_way:
                 for kind, nbytes in parameter.resting.items():
-                    block.resting[kind] = block.resting.get(kind, 0.0) + nbytes
+                    block.hold(number, kind, nbytes)
     return Blocks(_nodes(root), tuple(_code(name, template) for name, template in codes))
 
 
@@ -112,9 +118,8 @@ def _nodes(block: _Block) -> tuple[Node, ...]:
 
 
 def _node(name: str, block: _Block) -> Node:
-    about = [(kind, size_text(nbytes)) for kind, nbytes in block.resting.items() if nbytes]
-    if block.held:
-        about.append(("kept for backward", size_text(block.held)))
+    most = max(block.held.values(), key=lambda kinds: sum(kinds.values()), default={})
+    about = [(kind, size_text(most[kind])) for kind in KINDS if most.get(kind)]
     if block.parameter is not None:
         about.append(("stored", block.parameter.stored))
         if block.parameter.trained:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -15,10 +17,12 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.cli.dump import main
 from autopar.errors import EmitError
+from autopar.plan import Plan
 from autopar.report import facts
 from autopar.report.page import page_html
+from autopar.report.program_facts import ProgramFacts
+from autopar.runtime.data.fields import from_data, to_data
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
@@ -178,13 +182,11 @@ def test_calls_keep_what_their_stages_keep(pipeline: autopar.ParallelProgram) ->
         assert 0 < held <= stage.held_bytes
 
 
-def test_the_page_of_a_directory_is_that_of_the_program(
-    pipeline: autopar.ParallelProgram, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_of_what_files_say_is_that_of_the_program(pipeline: autopar.ParallelProgram, tmp_path: Path) -> None:
     assert pipeline.report_html(tmp_path / "plan.html") == tmp_path / "plan.html"
-    directory = pipeline.save(tmp_path / "program")
-    assert main([str(directory), "--format", "html"]) == 0
-    assert capsys.readouterr().out == (tmp_path / "plan.html").read_text() + "\n"
+    written = json.loads(json.dumps(to_data(facts(pipeline))))
+    read = from_data(ProgramFacts, written), Plan.from_dict(json.loads(pipeline.plan.to_json()))
+    assert page_html(*read) == (tmp_path / "plan.html").read_text()
 
 
 def elements_of(html: str) -> Iterator[tuple[str, dict[str, str | None]]]:
@@ -276,3 +278,51 @@ def test_a_plan_that_does_not_fit_says_how_much_is_short(pipeline: autopar.Paral
 def test_a_path_that_is_none_is_refused(pipeline: autopar.ParallelProgram, path: object) -> None:
     with pytest.raises(EmitError, match="path of a file"):
         pipeline.report_html(path)  # type: ignore[arg-type]
+
+
+USED = """<script>
+"use strict";
+addEventListener("load", () => {
+  const seen = () => document.getElementById("seen").textContent, lanes = document.getElementById("lanes");
+  const press = (on, key) => on.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
+  const said = [seen()];
+  for (const name of ["in", "in", "right", "out", "all"]) {
+    document.querySelector(`[data-do=${name}]`).click();
+    said.push(seen());
+  }
+  for (const key of ["+", "+", "ArrowRight", "-", "Home"]) {
+    press(lanes, key);
+    said.push(seen());
+  }
+  const shown = () => document.querySelectorAll("#tree li:not([hidden])").length;
+  const first = document.querySelector("#tree [tabindex='0']"), before = shown();
+  press(first, first.getAttribute("aria-expanded") === "true" ? "ArrowLeft" : "ArrowRight");
+  press(first, "Enter");
+  const lines = document.querySelectorAll("#detail tbody tr").length;
+  document.body.dataset.used = JSON.stringify({ said, before, after: shown(), lines });
+});
+</script></body>"""
+
+
+@pytest.mark.chromium
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs a Chromium on the path")
+def test_every_control_works_in_a_browser(pipeline: autopar.ParallelProgram, tmp_path: Path) -> None:
+    html = page_html(facts(pipeline), pipeline.plan)
+    (tmp_path / "plan.html").write_text(html.replace("</body>", USED))
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    ran = subprocess.run(
+        [*command, f"--user-data-dir={tmp_path / 'profile'}", f"file://{tmp_path / 'plan.html'}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "CONSOLE" not in ran.stderr, ran.stderr
+    (body,) = [attributes for tag, attributes in elements_of(ran.stdout) if tag == "body"]
+    used = json.loads(body["data-used"] or "")
+    whole, *by_buttons, reset = used["said"][:6]
+    assert len({whole, *by_buttons}) == 5
+    assert reset == whole
+    assert used["said"][6:] == [*by_buttons, whole]
+    assert used["before"] != used["after"]
+    assert used["lines"] > 0

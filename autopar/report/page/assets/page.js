@@ -66,7 +66,7 @@
     detail.replaceChildren(make("h3", path(item)));
     const about = JSON.parse(item.dataset.about);
     if (about.length) {
-      detail.append(table("On a rank", ["What", "Answer"], about.map(([what, text]) => {
+      detail.append(table("On the rank that holds most of it", ["What", "Answer"], about.map(([what, text]) => {
         const row = make("tr");
         row.append(make("th", what, { scope: "row" }), make("td", text));
         return row;
@@ -153,7 +153,7 @@
     const dark = !printing && matchMedia("(prefers-color-scheme: dark)").matches;
     return dark ? { fg: "#e8eaed", dim: "#a8b0b9", line: "#343a41", bg: "#14171a" } : { fg: "#1b1f24", dim: "#57606a", line: "#d5dae0", bg: "#ffffff" };
   };
-  const FILL = ["#1f5fbf", "#23703a", "#a04a00"], LIGHTER = ["#4f86d6", "#4a9463", "#c06f28"];
+  const FILL = ["#1f5fbf", "#23703a", "#a04a00"], LIGHTER = ["#3a72c4", "#2f8050", "#b05a14"];
   const firstAfter = (bars, tick) => {
     let low = 0, high = bars.length / 5;
     while (low < high) {

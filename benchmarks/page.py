@@ -1,0 +1,134 @@
+"""Pages of plans: bytes, seconds to write, and in a Chromium seconds to open, console errors and violations of axe-core's rules.
+
+    python -m benchmarks.page                        # the programs, one JSON object
+    python -m benchmarks.page --case gpt pipeline    # those whose name contains one of these
+    python -m benchmarks.page --node DIR             # a folder with puppeteer-core and axe-core from npm: also opened
+    python -m benchmarks.page --pages DIR            # keep the pages
+
+Without --node pages are written and not opened. CPU seconds of writing have the facts in them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import autopar
+from autopar.report import facts
+from autopar.report.page import page_html, write_page
+from benchmarks.harness import command_line
+from benchmarks.models import LLAMA_405B, Gpt, Llama, LlamaShape, next_token_loss
+from tests.zoo.models import MODELS
+from tests.zoo.programs import compiled_zoo
+
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-4)
+LLAMA_8B = LlamaShape(layers=32, dim=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256)
+NOT_FITTING = "not fitting"
+OPENER = Path(__file__).with_name("page_open.js")
+
+
+def llama(shape: LlamaShape, devices: int, batch: int, seq: int, **options: Any) -> autopar.ParallelProgram:
+    """A Llama on the meta device."""
+    with torch.device("meta"):
+        model = Llama(shape, seq).to(torch.bfloat16)
+        ids = torch.zeros(batch, seq, dtype=torch.long)
+    cluster = autopar.ClusterSpec.preset("dgx-h100", nodes=devices // 8)
+    return autopar.compile(model, cluster, (ids, ids), optimizer=ADAMW, options=autopar.Options(**options))
+
+
+def zoo(name: str, on: int | autopar.ClusterSpec = 4, **options: Any) -> autopar.ParallelProgram:
+    """A model of the zoo."""
+    (found,) = (one for one in MODELS if one.name == name)
+    return compiled_zoo(found, on, options=autopar.Options(**options))
+
+
+def gpt(cluster: autopar.ClusterSpec, layers: int = 8, **options: Any) -> autopar.ParallelProgram:
+    """A GPT that is 64 wide, 16 sequences a step."""
+    ids = torch.zeros(16, 32, dtype=torch.long)
+    model = Gpt(vocab=128, seq=32, dim=64, heads=4, layers=layers)
+    options_of = autopar.Options(**options)
+    return autopar.compile(model, cluster, (ids, ids), loss_fn=next_token_loss, optimizer=ADAMW, options=options_of)
+
+
+def mixed() -> autopar.ClusterSpec:
+    """Two machines of two A100 and two machines of two T4."""
+    fast, slow = (
+        autopar.ClusterSpec.homogeneous(devices=4, device=device, devices_per_node=2) for device in ("a100", "t4")
+    )
+    levels = autopar.ClusterSpec.homogeneous(devices=8, device="t4", devices_per_node=2).levels
+    return dataclasses.replace(fast, name="mixed", devices=(*fast.devices, *slow.devices), levels=levels)
+
+
+HOST = autopar.ClusterSpec.local(4)
+CASES: dict[str, Callable[[], autopar.ParallelProgram]] = {
+    "mlp on 4": lambda: zoo("mlp"),
+    "gpt on 4": lambda: gpt(HOST),
+    "bert on 4": lambda: zoo("bert"),
+    "resnet on 4": lambda: zoo("resnet"),
+    "vit on 4": lambda: zoo("vit"),
+    "mixture of experts on 4": lambda: zoo("moe"),
+    "pipeline 1f1b": lambda: gpt(HOST, pp=4, microbatches=8, schedule="1f1b"),
+    "pipeline zb-v": lambda: gpt(HOST, pp=2, microbatches=8, schedule="zb-v", mesh={"dp": 2}),
+    "mixed devices": lambda: gpt(mixed()),
+    NOT_FITTING: lambda: gpt(HOST, mesh={"dp": 4}),
+    "8B on 8": lambda: llama(LLAMA_8B, 8, 16, 2048),
+    "405B on 16384": lambda: llama(LLAMA_405B, 16384, 2048, 8192, solver_time_limit_s=60.0),
+}
+
+
+def written(program: autopar.ParallelProgram, path: Path, fits: bool) -> dict[str, Any]:
+    """Write a program's page; its bytes, and CPU seconds with the facts. fits: else a device of half the memory is told of."""
+    start_s = time.process_time()
+    told = facts(program)
+    if not fits:
+        told = dataclasses.replace(told, room=dataclasses.replace(told.room, device_bytes=told.room.needed_bytes / 2))
+    write_page(page_html(told, program.plan), path)
+    return {"write_s": round(time.process_time() - start_s, 3), "bytes": path.stat().st_size}
+
+
+def opened(path: Path, node: Path) -> dict[str, Any]:
+    """The findings of a Chromium about a page. node: has the packages that drive it."""
+    command = ["node", str(OPENER), str(node.resolve()), shutil.which("chromium") or "chromium", str(path.resolve())]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    found: dict[str, Any] = json.loads(ran.stdout)
+    return found
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--case", nargs="+", help="cases whose name contains one of these")
+    parser.add_argument("--node", type=Path, help="a folder with node_modules")
+    parser.add_argument("--pages", type=Path, help="where pages are kept")
+    args = parser.parse_args()
+    results = []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.pages or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, make in CASES.items():
+            if args.case and not any(wanted in name for wanted in args.case):
+                continue
+            path = folder / f"{name.replace(' ', '_')}.html"
+            try:
+                program = make()
+            except autopar.AutoparError as error:
+                results.append({"case": name, "error": str(error)})
+                continue
+            row = {"case": name, "plan": program.plan.show_meshes(), **written(program, path, name != NOT_FITTING)}
+            results.append(row | (opened(path, args.node) if args.node else {}))
+            print(json.dumps(results[-1]), file=sys.stderr, flush=True)
+    print(json.dumps({"benchmark": "page", "results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
