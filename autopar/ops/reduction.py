@@ -253,3 +253,15 @@ def logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     top = torch.where(top.isinf(), torch.zeros_like(top), top)
     value = (x - top).exp().sum(dims, True).log() + top
     return value if keepdim else value.sum(dims)
+
+
+@lifts(aten._is_all_true.default)
+def _is_all_true(x: Tensor) -> Tensor:
+    """The conjunction of all truths, under its public name."""
+    return x.all()
+
+
+@lifts(aten._is_any_true.default)
+def _is_any_true(x: Tensor) -> Tensor:
+    """The disjunction of all truths, under its public name."""
+    return x.any()
