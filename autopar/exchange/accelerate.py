@@ -77,6 +77,10 @@ def write(layout: Layout, facts: Facts) -> Written:
     carried = fsdp2.as_carried(layout, facts)
     carried = replace(carried, cp=layout.cp, dp=None)
     carried = carried.on(facts.ranks) if facts.ranks else replace(carried, dp=layout.dp)
+    if carried.zero == 0 and carried.tp * carried.cp > 1 and (carried.dp or 1) > 1:
+        carried = replace(
+            carried, zero=3, reshard_after_forward=False
+        )  # it has no copies of parameters beside tp or cp
     carried = replace(carried, modules=layout.modules)
     ranks = carried.ranks or 1
     machines = {"num_machines": max(1, ranks // max(1, min(facts.per_node, ranks))), "num_processes": ranks}

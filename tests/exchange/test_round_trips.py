@@ -123,7 +123,13 @@ def test_configurations_of_deepspeed_come_back(run: Run) -> None:
 
 @every_run
 def test_configurations_of_accelerate_come_back(run: Run) -> None:
-    layout = Layout(dp=run.dp, tp=run.tp, cp=run.cp, zero=3 if run.zero and run.dp > 1 else 0, precision=run.precision)
+    layout = Layout(
+        dp=run.dp,
+        tp=run.tp,
+        cp=run.cp,
+        zero=3 if run.dp > 1 and (run.zero or run.tp * run.cp > 1) else 0,
+        precision=run.precision,
+    )
     layout = Layout(**(layout.said() | ({"reshard_after_forward": True} if layout.zero else {})))
     written = accelerate.write(layout, Facts(ranks=layout.ranks))
     read = accelerate.read(written.files["accelerate.yaml"])
