@@ -35,7 +35,7 @@ def with_repeats(exported: Any, repeats: Repeats, writes: bool) -> bool:
             block = blocks.get(call.like.number)
             if block is None or (writes and not block.has_memory):
                 return False
-            given = iter(node.args[1])  # type: ignore[arg-type]
+            given = iter(node.args[1])
             block.put(graph, node, [next(given) if name is None else inputs[name] for name in call.aside], call, writes)
     for node in [n for n in graph.nodes if n.target in (BEGIN, END)]:
         graph.erase_node(node)
