@@ -103,7 +103,8 @@ class _Finder:
         self._class(type(module))
         self._function(type(module).forward)
         for name, value in list(vars(module).items()):
-            self.visit(f"{path}.{name}" if path else name, value)
+            if type(value) not in state_slots.PLAIN:
+                self.visit(f"{path}.{name}" if path else name, value)
 
     def visit(self, name: str, value: object) -> None:
         """Remember what can change inside `value`."""

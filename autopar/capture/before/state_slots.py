@@ -7,7 +7,6 @@ of a container, the cell of a closure, names of a file, the state of a random ge
 from __future__ import annotations
 
 import collections
-import itertools
 import operator
 import random
 import types
@@ -40,14 +39,12 @@ class Place:
 
     def changes(self) -> list[object]:
         """Keys whose value is another one now."""
-        now = self.read()
-        if len(now) == len(self.before):
-            pairs = zip(
-                itertools.chain(now, now.values()), itertools.chain(self.before, self.before.values()), strict=True
-            )
-            if not now or all(itertools.starmap(operator.is_, pairs)):
-                return []
-        keys = dict.fromkeys((*self.before, *now))
+        now, before = self.read(), self.before
+        if len(now) == len(before) and (
+            not now or (all(map(operator.is_, now, before)) and all(map(operator.is_, now.values(), before.values())))
+        ):
+            return []
+        keys = dict.fromkeys((*before, *now))
         return [k for k in keys if not _same(self.before.get(k, _ABSENT), now.get(k, _ABSENT))]
 
     def named(self, key: object) -> str:

@@ -22,7 +22,7 @@ from autopar.capture.before.two_steps import Steps
 from autopar.capture.before.unsupported_state import check_inputs, check_model, check_written_buffers, shared_memory
 from autopar.capture.examples.trees import flatten, rebuild, tensors_of_extras
 from autopar.capture.explain import dynamic, dynamic_node, explain, first_line, quiet, user_frame
-from autopar.capture.export.fake import fake_like, faked
+from autopar.capture.export.fake import exports, fake_like, faked
 from autopar.capture.export.functional import check_writes, functional, traced_step
 from autopar.capture.export.named_constants import check_constants, named_by_content, same_constants
 from autopar.capture.export.parameters_with_grad import parameters_reached
@@ -242,8 +242,13 @@ def export_once(
     own_buffers = {name: b for name, b in step.named_buffers(remove_duplicate=False) if not b.is_meta}
     with faked(step, mode) as fake_names, kept(model, loss_fn) as state:
         try:
-            with functions.recording() as without_gradient, quiet(), noted_clocks(state.functions) as clocks:
-                traced, writes = traced_step(step, fakes)
+            with (
+                functions.recording() as without_gradient,
+                quiet(),
+                noted_clocks(state.functions) as clocks,
+                exports(step, mode),
+            ):
+                traced, writes = traced_step(step, fakes, state.restore)
                 exported = functional(traced, writes)
         except Exception as error:
             check_changes(seen.changes, state, lambda: step(*fakes), mode)
@@ -255,7 +260,7 @@ def export_once(
         check_changes(seen.changes, state, lambda: step(*fakes), mode, steps)
         _check_dynamic(exported.graph, step, fakes, mode)
         if clocks:
-            _check_clocks(traced, step, fakes, state, clocks)
+            _check_clocks(traced, step, fakes, mode, state, clocks)
         by_name = dict(step.named_parameters(remove_duplicate=False))
         first = {name: fake_names[id(p)] for name, p in by_name.items()}
         eager = frozenset(first[n] for n in seen.reached)
@@ -327,10 +332,10 @@ def _check_dynamic(graph: fx.Graph, step: _Step, fakes: list[torch.Tensor], mode
     raise dynamic(node.target, step.model)
 
 
-def _traces_alike(traced: Any, step: _Step, fakes: list[torch.Tensor]) -> bool:
+def _traces_alike(traced: Any, step: _Step, fakes: list[torch.Tensor], mode: FakeTensorMode) -> bool:
     """Whether the step traced once more is the same. Traces that write may differ in what nobody reads, such as a layer that
     the first step alone makes: they are compared as graphs that write nothing."""
-    with functions.recording(), quiet():
+    with functions.recording(), quiet(), exports(step, mode):
         again, _ = traced_step(step, fakes)
         if same_graph(traced.graph, again.graph):
             return same_constants(traced.constants, again.constants)
@@ -340,10 +345,12 @@ def _traces_alike(traced: Any, step: _Step, fakes: list[torch.Tensor]) -> bool:
         return alike and same_constants(traced.constants, again.constants)
 
 
-def _check_clocks(traced: Any, step: _Step, fakes: list[torch.Tensor], state: State, clocks: Sequence[str]) -> None:
+def _check_clocks(
+    traced: Any, step: _Step, fakes: list[torch.Tensor], mode: FakeTensorMode, state: State, clocks: Sequence[str]
+) -> None:
     """A model that reads clocks is traced again: both traces must compute the same."""
     state.restore()
-    if not _traces_alike(traced, step, fakes):
+    if not _traces_alike(traced, step, fakes, mode):
         raise CaptureError(
             f"forward computes with a clock or with random bytes of the system ({', '.join(clocks)}), which would be a constant "
             "of the program; pass the value as an input, or draw with torch"
@@ -365,7 +372,7 @@ def _steps(
         with torch.compiler.set_stance("force_eager"), functions.recording(), quiet(), mode, torch.enable_grad():
             return step(*fakes), seen.training, str(seen.structure), str(seen.conditions)
 
-    alike = functools.partial(_traces_alike, traced, step, fakes)
+    alike = functools.partial(_traces_alike, traced, step, fakes, mode)
     now = functools.partial(state_of, step.model, step.loss_fn)
     return Steps(run, lambda: seen.changes, alike, state, now, buffers)
 

@@ -6,7 +6,7 @@ updates are made functional (`in_place.py`, or all over again by torch's functio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,9 +35,12 @@ def functional(traced: Any, writes: bool) -> Any:
     return exported
 
 
-def traced_step(step: nn.Module, fakes: list[torch.Tensor]) -> tuple[Any, bool]:
-    """The step exported on fake tensors, and whether it is still to be made functional. Raises CaptureError."""
-    exported = _exported(step, fakes)
+def traced_step(
+    step: nn.Module, fakes: list[torch.Tensor], restore: Callable[[], None] | None = None
+) -> tuple[Any, bool]:
+    """The step exported on fake tensors, and whether it is still to be made functional. restore: puts the Python state back
+    before the step is traced once more, in full. Raises CaptureError."""
+    exported = _exported(step, fakes, restore)
     without_transforms(exported.graph_module.graph)
     _without_detached_constants(exported.graph_module.graph)
     remove_dead_code(exported.graph_module.graph)
@@ -51,15 +54,23 @@ def traced_step(step: nn.Module, fakes: list[torch.Tensor]) -> tuple[Any, bool]:
     return exported, True
 
 
-def _exported(step: nn.Module, fakes: list[torch.Tensor]) -> Any:
-    """The step exported, without regions; in full where a call that others are like is not in one piece."""
+def _exported(step: nn.Module, fakes: list[torch.Tensor], restore: Callable[[], None] | None = None) -> Any:
+    """The step exported, without regions; in full where a call that others are like is not in one piece, or a parameter that
+    was set aside is read where it cannot be a node."""
     # functions under torch.compile are traced like any other
     with torch.compiler.set_stance("force_eager"), lean(), repeats(step) as calls:
         step.repeats = calls  # type: ignore[assignment]
-        exported = torch.export.export(step, tuple(fakes), strict=False)
-    _inline_regions(exported.graph_module)
-    if with_repeats(exported, calls, _writes(exported.graph_module.graph)):
-        return exported
+        try:
+            exported = torch.export.export(step, tuple(fakes), strict=False)
+        except Exception:
+            if not calls.aside.is_lost:
+                raise
+    if not calls.aside.is_lost:
+        _inline_regions(exported.graph_module)
+        if with_repeats(exported, calls, _writes(exported.graph_module.graph)):
+            return exported
+    if restore is not None:
+        restore()
     with traced_in_full():
         return _exported(step, fakes)
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.export.graph_signature import TensorArgument
+from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
 from autopar.capture.while_traced.alike import Repeated, Repeats, moved
-from autopar.capture.while_traced.repeat_ops import BEGIN, END, REPEAT
+from autopar.capture.while_traced.repeat_ops import BEGIN, END, PARAMETER, REPEAT
+from autopar.capture.while_traced.set_aside import SetAside
 
 
 def with_repeats(exported: Any, repeats: Repeats, writes: bool) -> bool:
@@ -18,6 +19,7 @@ def with_repeats(exported: Any, repeats: Repeats, writes: bool) -> bool:
     whole, so that the step is to be traced in full. writes: whether the step writes to tensors, so that what lies in which
     memory counts."""
     graph: fx.Graph = exported.graph_module.graph
+    inputs = _with_parameters(exported, repeats.aside)
     begins: dict[int, fx.Node] = {}
     blocks: dict[int, _Nodes] = {}
     for node in list(graph.nodes):
@@ -33,7 +35,8 @@ def with_repeats(exported: Any, repeats: Repeats, writes: bool) -> bool:
             block = blocks.get(call.like.number)
             if block is None or (writes and not block.has_memory):
                 return False
-            block.put(graph, node, call, writes)
+            given = iter(node.args[1])
+            block.put(graph, node, [next(given) if name is None else inputs[name] for name in call.aside], call, writes)
     for node in [n for n in graph.nodes if n.target in (BEGIN, END)]:
         graph.erase_node(node)
     outputs: Any = graph.output_node().args[0]
@@ -43,6 +46,38 @@ def with_repeats(exported: Any, repeats: Repeats, writes: bool) -> bool:
     if writes and blocks:
         exported.graph_module.recompile()
     return True
+
+
+def _with_parameters(exported: Any, aside: SetAside) -> dict[str, fx.Node]:
+    """Parameters that were set aside become inputs of an exported step, in the order of the model's parameters. Returns them,
+    by name."""
+    if not aside.tensors:
+        return {}
+    graph: fx.Graph = exported.graph_module.graph
+    signature = exported.graph_signature
+    before = {spec.target: spec for spec in signature.input_specs if spec.kind is InputKind.PARAMETER}
+    others = [spec for spec in signature.input_specs if spec.kind is not InputKind.PARAMETER]
+    inputs: dict[str, fx.Node] = {}
+    place = next(iter(graph.nodes))
+    specs, state = [], {}
+    for name in aside.order:
+        if name in before:
+            specs.append(before[name])
+            state[name] = exported.state_dict[name]
+            place = place.next
+            continue
+        with graph.inserting_before(place):
+            node = inputs[name] = graph.placeholder(f"p_{name.replace('.', '_')}")
+        node.meta["val"] = state[name] = aside.tensors[name]
+        specs.append(InputSpec(InputKind.PARAMETER, TensorArgument(node.name), name))
+    for node in [n for n in graph.nodes if n.target is PARAMETER]:
+        node.replace_all_uses_with(inputs[node.args[0]])
+        graph.erase_node(node)
+    signature.input_specs[:] = [*specs, *others]
+    rest = {name: value for name, value in exported.state_dict.items() if name not in state}
+    exported.state_dict.clear()
+    exported.state_dict.update(state | rest)
+    return inputs
 
 
 class _Nodes:
@@ -66,10 +101,10 @@ class _Nodes:
         values = [value for node in (*self.roles, *self.nodes) for value in _tensors(node.meta.get("val"))]
         return all(dtypes.setdefault(_memory(value), value.dtype) == value.dtype for value in values)
 
-    def put(self, graph: fx.Graph, node: fx.Node, call: Repeated, writes: bool) -> None:
-        """Copies of the nodes in the place of one that stands for a call which is like theirs."""
-        memory = _Memory(self.roles, node.args[1]) if writes else None
-        env: dict[fx.Node, fx.Node] = dict(zip(self.roles, node.args[1], strict=True))  # type: ignore[arg-type]
+    def put(self, graph: fx.Graph, node: fx.Node, roles: list[fx.Node], call: Repeated, writes: bool) -> None:
+        """Copies of the nodes in the place of one that stands for a call which is like theirs. roles: of the call."""
+        memory = _Memory(self.roles, roles) if writes else None
+        env: dict[fx.Node, fx.Node] = dict(zip(self.roles, roles, strict=True))
         outer = node.meta["nn_module_stack"]
         stacks: dict[int, Any] = {}
         with graph.inserting_before(node):

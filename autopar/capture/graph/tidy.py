@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -189,7 +190,7 @@ def _without_repeats(attention: fx.Node) -> None:
 
 def _repeated(node: Any) -> tuple[fx.Node, int] | None:
     """(source, times) of a value (batch, heads, positions, width) each of whose heads stands there several times in a row."""
-    chain = list(_sources(node))
+    chain = list(islice(_sources(node), 3))
     if len(chain) < 3 or chain[0].target is not aten.reshape.default:
         return None
     expand, inner = chain[1], chain[2]

@@ -37,6 +37,7 @@ from autopar.capture.source_lines import is_block
 from autopar.capture.while_traced import functions
 from autopar.capture.while_traced.description import PLAIN, TABLES, Description, Unlike, is_given, settings
 from autopar.capture.while_traced.repeat_ops import BEGIN, END, REPEAT, Made, made_as
+from autopar.capture.while_traced.set_aside import SetAside
 from autopar.ops.chosen import gradient_if
 
 _MISSES = 4
@@ -69,11 +70,13 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Repeated:
-    """A call that was not traced: the one that it is like; where its module is, and its `Block.started`."""
+    """A call that was not traced: the one that it is like; where its module is, and its `Block.started`. aside: the names of
+    roles that are parameters set aside, None for those that the op in its place reads."""
 
     like: Block
     path: str
     started: dict[str, int]
+    aside: tuple[str | None, ...]
 
 
 class Repeats:
@@ -86,6 +89,7 @@ class Repeats:
         self.noted: Callable[[], Any] = tuple
         self.is_followed: Callable[[Tensor], bool] = lambda tensor: False
         self.families = _families(model)
+        self.aside = SetAside(model, _later(model, self.families))
         self._sizes = collections.Counter(self.families.values())
         self._by_family: dict[Any, list[Block]] = {}
         self._traced_in: collections.Counter[Any] = collections.Counter()
@@ -106,7 +110,8 @@ class Repeats:
         if alone or (self._traced_in[family] >= _MISSES and not any(block.repeated for block in blocks)):
             return forward(*args, **kwargs)
         try:
-            described = Description(base, args, kwargs, self.is_followed)
+            with torch._C.DisableTorchFunction():  # looks at tensors that are none of the user's
+                described = Description(base, args, kwargs, self.is_followed)
         except Unlike:
             return forward(*args, **kwargs)
         path = tracer.path_of_module(module)
@@ -127,9 +132,11 @@ class Repeats:
             tracer.num_calls[own] = started[own] + times
         for reads in self._reading:
             reads |= {(id(vars(described.modules[i])), name) for i, name in block.reads}
-        self.repeated.append(Repeated(block, path, started))
-        with torch._C.DisableTorchFunction(), made_as(block.made):
-            made = REPEAT(len(self.repeated) - 1, described.tensors)
+        with torch._C.DisableTorchFunction(), made_as(block.made, described.tensors):
+            aside = tuple(self.aside.names[id(t)] if self.aside.is_unread(t) else None for t in described.tensors)
+            self.repeated.append(Repeated(block, path, started, aside))
+            read = [t for t, name in zip(described.tensors, aside, strict=True) if name is None]
+            made = REPEAT(len(self.repeated) - 1, read)
         values = {"made": made, "role": described.tensors}
         leaves = [what if kind == "plain" else values[kind][what] for kind, what in block.leaves]
         return pytree.tree_unflatten(leaves, block.structure)
@@ -219,11 +226,17 @@ def repeats(model: nn.Module) -> Iterator[Repeats]:
 
     def call_module(self: Any, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         base = self.proxy_modules.get(m, m)
+        if base is model:
+            with found.aside.shown(self):
+                return plain(self, m, forward, args, kwargs)
         if id(base) not in found.families or (base is m and m not in self.submodule_paths):
             return plain(self, m, forward, args, kwargs)
         return plain(self, m, lambda *a, **k: found.call(self, m, forward, a, k), args, kwargs)
 
-    with mock.patch.object(tracer, "call_module", call_module) if not _IN_FULL[0] else nullcontext():
+    if _IN_FULL[0]:
+        yield found
+        return
+    with mock.patch.object(tracer, "call_module", call_module), found.aside.hidden(), found.aside.read_as_nodes():
         yield found
 
 
@@ -246,6 +259,18 @@ def _families(model: nn.Module) -> dict[int, Any]:
             if not any("forward" in vars(part) or _reads_its_way(type(part)) for part in module.modules()):
                 families[id(module)] = cls, tuple(tuple(p.shape) for p in module.parameters())
     return families
+
+
+def _later(model: nn.Module, families: dict[int, Any]) -> list[nn.Module]:
+    """The blocks that are not the first of their family."""
+    seen: set[Any] = set()
+    later: list[nn.Module] = []
+    for module in model.modules():
+        family = families.get(id(module))
+        if family is not None and family in seen:
+            later.append(module)
+        seen.add(family)
+    return later
 
 
 def _reads_its_way(cls: type) -> bool:

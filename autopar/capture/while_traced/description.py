@@ -28,7 +28,7 @@ class Description:
 
     tensors: its roles, those of its arguments and of its modules' tables, each once; places: their numbers by id. fixed: what
     must be equal; attributes: what must be equal where it is read, by the number of the module and name. Raises Unlike where
-    a tensor is none that a trace computes with."""
+    a tensor is none that a trace computes with. To be made outside function modes."""
 
     def __init__(self, root: nn.Module, args: Any, kwargs: Any, is_followed: Callable[[Tensor], bool]) -> None:
         self.tensors: list[Tensor] = []
@@ -69,10 +69,9 @@ class Description:
             raise Unlike
         number = self.places[id(tensor)] = len(self.tensors)
         self.tensors.append(tensor)
-        with torch._C.DisableTorchFunction():
-            memory = self._memory.setdefault(tensor.untyped_storage()._cdata, number)
-            kind = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device
-            grad = tensor.requires_grad, tensor.is_leaf, tensor.is_conj(), tensor.is_neg()
+        memory = self._memory.setdefault(tensor.untyped_storage()._cdata, number)
+        kind = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device
+        grad = tensor.requires_grad, tensor.is_leaf, tensor.is_conj(), tensor.is_neg()
         return number, type(tensor), memory, kind, grad, id(tensor) if self._is_followed(tensor) else None
 
     def _value(self, value: Any, depth: int, is_argument: bool) -> Any:

@@ -18,21 +18,24 @@ for _schema in (
     "begin(int block, Tensor[] roles) -> ()",
     "end(int block, Tensor[] made) -> ()",
     "repeat(int call, Tensor[] roles) -> Tensor[]",
+    "parameter(str name) -> Tensor",
 ):
     _LIBRARY.define(_schema, tags=_TAGS)
 BEGIN = has_side_effect(torch.ops.autopar_repeat.begin.default)
 END = has_side_effect(torch.ops.autopar_repeat.end.default)
 REPEAT = torch.ops.autopar_repeat.repeat.default
+PARAMETER = torch.ops.autopar_repeat.parameter.default
+"""A parameter that is set aside (`set_aside.py`), where an op reads it."""
 MARKS = (BEGIN, END, REPEAT)
 Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, tuple[int, ...]]
 """A tensor that a call made: shape, strides, dtype, and the numbers of the roles that its gradient leads to."""
-_made: list[Sequence[Made]] = []
+_made: list[tuple[Sequence[Made], Sequence[Tensor]]] = []
 
 
 @contextmanager
-def made_as(made: Sequence[Made]) -> Iterator[None]:
-    """Within the context `repeat` makes such tensors."""
-    _made.append(made)
+def made_as(made: Sequence[Made], roles: Sequence[Tensor]) -> Iterator[None]:
+    """Within the context `repeat` makes such tensors. roles: all of the call, those too that the op is not given."""
+    _made.append((made, roles))
     try:
         yield
     finally:
@@ -55,12 +58,13 @@ def _mark(block: int, tensors: list[Tensor]) -> None:
     pass
 
 
-def _repeat(call: int, roles: list[Tensor]) -> list[Tensor]:
+def _repeat(call: int, given: list[Tensor]) -> list[Tensor]:
+    made, roles = _made[-1]
     return [
         _Made.apply(shape, stride, dtype, *(roles[i] for i in reached))
         if reached
         else torch.empty_strided(shape, stride, dtype=dtype)
-        for shape, stride, dtype, reached in _made[-1]
+        for shape, stride, dtype, reached in made
     ]
 
 
