@@ -21,13 +21,13 @@ from autopar.cli.asked_model import arguments_of
 from autopar.cli.cluster_argument import read_cluster
 from autopar.errors import AutoparError, InputError
 from autopar.exchange.formats import FORMATS, read_file
-from autopar.exchange.from_plan import facts_of, layout_of
+from autopar.exchange.from_plan import layout_of
 from autopar.exchange.layout import Layout
 from autopar.exchange.to_options import differences, options_of
 from autopar.ir.text import size_text, time_text
 from autopar.options import Options
 from autopar.program import ParallelProgram
-from autopar.report.machines import step_work
+from autopar.report.answer import rate_text, room_facts, work_facts
 
 
 def add_parser(commands: Any) -> None:
@@ -85,15 +85,15 @@ def priced(args: argparse.Namespace) -> dict[str, Any]:
 
 def _prediction(program: ParallelProgram) -> dict[str, Any]:
     """Seconds, tokens per second, utilisation and bytes of a program."""
-    step_s, sequence = program.predicted.step_time_s, facts_of(program).sequence
-    batch, device_s = program.request.batch, step_work(program)[1] * program.plan.microbatches
+    work, room = work_facts(program), room_facts(program)
     return {
-        "step_time_s": step_s,
-        "tokens_per_s": None if sequence is None or not step_s else batch * sequence / step_s,
-        "mfu": device_s / program.plan.ranks / step_s if step_s else None,
+        "step_time_s": program.predicted.step_time_s,
+        "tokens_per_s": work.tokens_per_s,
+        "mfu": work.mfu,
         "peak_bytes": program.predicted.peak_bytes,
         "peak_by_cause_bytes": dict(program.peak_kinds),
-        "device_bytes": min(device.memory_bytes for _, device in program.cluster.devices),
+        "needed_bytes": room.needed_bytes,
+        "device_bytes": room.device_bytes,
     }
 
 
@@ -106,8 +106,8 @@ def _better(
         best = autopar.api.compile(cluster=cluster, options=options, **arguments)
     except AutoparError:
         return None
-    limit = min(device.memory_bytes for _, device in program.cluster.devices)
-    if best.predicted.step_time_s >= program.predicted.step_time_s and program.predicted.peak_bytes <= limit:
+    room = room_facts(program)
+    if best.predicted.step_time_s >= program.predicted.step_time_s and room.needed_bytes <= room.device_bytes:
         return None
     own, _ = layout_of(best)
     names = [name for name in (own.said() | layout.said()) if name not in ("modules", "stages", "table")]
@@ -138,9 +138,9 @@ def in_words(found: dict[str, Any]) -> str:
 
 
 def _line(what: str, found: dict[str, Any]) -> str:
-    tokens = "" if found["tokens_per_s"] is None else f"{found['tokens_per_s']:,.0f} tokens/s, "
+    tokens = "" if found["tokens_per_s"] is None else f"{rate_text(found['tokens_per_s'])}, "
     mfu = "" if found["mfu"] is None else f"{found['mfu']:.1%} of the peak of products, "
-    over = found["peak_bytes"] - found["device_bytes"]
+    over = found["needed_bytes"] - found["device_bytes"]
     fits = f"does not fit: {size_text(over)} too many" if over > 0 else f"of {size_text(found['device_bytes'])}"
     return (
         f"{what}: step {time_text(found['step_time_s'])}, {tokens}{mfu}peak {size_text(found['peak_bytes'])} ({fits})"

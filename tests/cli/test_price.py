@@ -1,0 +1,70 @@
+"""`autopar price`: configurations of other systems, compiled and priced."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.cli.plan import main
+from autopar.report.answer import work_facts
+
+HERE = "tests.cli.test_price"
+CLUSTER = ["--cluster", "dgx-h100"]
+CONFIG = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 2,
+    "zero_optimization": {"stage": 1},
+    "wall_clock_breakdown": True,
+}
+
+
+def step() -> dict[str, Any]:
+    x = torch.randn(16, 64)
+    return {
+        "model": nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)),
+        "example_inputs": (x, x),
+        "loss_fn": nn.functional.mse_loss,
+        "optimizer": functools.partial(torch.optim.AdamW, lr=1e-3),
+    }
+
+
+def answer(path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str], *more: str) -> Any:
+    path.write_text(json.dumps(config))
+    assert main(["price", str(path), "--model", f"{HERE}:step", *CLUSTER, *more]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_configuration_has_the_price_of_its_layout(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Of the same options, microbatches among them, `compile` predicts the same."""
+    found = json.loads(answer(tmp_path / "ds.json", CONFIG, capsys, "--json"))
+    options = autopar.Options(mesh={"dp": 8}, strategy="zero1", microbatches=2)
+    program = autopar.compile(cluster="dgx-h100", options=options, **step())
+    assert found["step_time_s"] == program.predicted.step_time_s
+    assert found["peak_bytes"] == program.predicted.peak_bytes
+    assert found["mfu"] == work_facts(program).mfu
+    assert found["layout"]["dp"] == "8" and found["layout"]["zero"] == "1"
+    assert found["meaningless"] == {"wall_clock_breakdown": "True"}
+    assert found["better"]["step_time_s"] < found["step_time_s"]
+
+
+def test_the_answer_says_what_is_better_and_what_means_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    said = answer(tmp_path / "ds.json", CONFIG, capsys)
+    assert "means nothing here: wall_clock_breakdown = True" in said
+    assert "better: " in said and "peak: parameters" in said
+
+
+def test_a_batch_that_is_not_the_models_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(CONFIG | {"train_batch_size": 32, "gradient_accumulation_steps": 4}))
+    assert main(["price", str(path), "--model", f"{HERE}:step", *CLUSTER, "--alone"]) != 0
+    assert "global batch of 32" in capsys.readouterr().err
