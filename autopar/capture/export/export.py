@@ -7,7 +7,7 @@ and the usual fix.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -241,6 +241,7 @@ def export_once(
     sharing = shared_memory(model)
     own_buffers = {name: b for name, b in step.named_buffers(remove_duplicate=False) if not b.is_meta}
     with faked(step, mode) as fake_names, kept(model, loss_fn) as state:
+        tensors = _tensors(step)
         try:
             with (
                 functions.recording() as without_gradient,
@@ -256,11 +257,12 @@ def export_once(
                 _eager_grads(step, fakes, mode, fake_names)  # where eager fails too, its reason is the better one
             raise explain(error, model) from error
         buffers = {key: own_buffers[name] for key, name in fake_names.items() if name in own_buffers}
-        steps = _steps(traced, step, fakes, mode, state, buffers)
+        alike = functools.partial(_traces_alike, traced, step, fakes, mode, tensors)
+        steps = _steps(alike, step, fakes, mode, state, buffers)
         check_changes(seen.changes, state, lambda: step(*fakes), mode, steps)
         _check_dynamic(exported.graph, step, fakes, mode)
         if clocks:
-            _check_clocks(traced, step, fakes, mode, state, clocks)
+            _check_clocks(alike, state, clocks)
         by_name = dict(step.named_parameters(remove_duplicate=False))
         first = {name: fake_names[id(p)] for name, p in by_name.items()}
         eager = frozenset(first[n] for n in seen.reached)
@@ -332,25 +334,34 @@ def _check_dynamic(graph: fx.Graph, step: _Step, fakes: list[torch.Tensor], mode
     raise dynamic(node.target, step.model)
 
 
-def _traces_alike(traced: Any, step: _Step, fakes: list[torch.Tensor], mode: FakeTensorMode) -> bool:
+def _tensors(step: _Step) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a step by all of their names."""
+    return {**dict(step.named_parameters(remove_duplicate=False)), **dict(step.named_buffers(remove_duplicate=False))}
+
+
+def _traces_alike(
+    traced: Any, step: _Step, fakes: list[torch.Tensor], mode: FakeTensorMode, tensors: dict[str, torch.Tensor]
+) -> bool:
     """Whether the step traced once more is the same. Traces that write may differ in what nobody reads, such as a layer that
-    the first step alone makes: they are compared as graphs that write nothing."""
+    the first step alone makes: they are compared as graphs that write nothing. tensors: of the step as it was traced; graphs
+    know them by their names, under which other ones may be by now."""
+    now = _tensors(step)
+    if now.keys() != tensors.keys() or any(now[name] is not tensor for name, tensor in tensors.items()):
+        return False
     with functions.recording(), quiet(), exports(step, mode):
         again, _ = traced_step(step, fakes)
         if same_graph(traced.graph, again.graph):
             return same_constants(traced.constants, again.constants)
-        if any(isinstance(t, FakeTensor) for t in again.constants.values()):
+        if any(isinstance(t, FakeTensor) for name, t in again.constants.items() if name not in tensors):
             return False  # left by an earlier trace, in which alone it means something
         alike = same_graph(functional(traced, True).graph, functional(again, True).graph)
         return alike and same_constants(traced.constants, again.constants)
 
 
-def _check_clocks(
-    traced: Any, step: _Step, fakes: list[torch.Tensor], mode: FakeTensorMode, state: State, clocks: Sequence[str]
-) -> None:
+def _check_clocks(alike: Callable[[], bool], state: State, clocks: Sequence[str]) -> None:
     """A model that reads clocks is traced again: both traces must compute the same."""
     state.restore()
-    if not _traces_alike(traced, step, fakes, mode):
+    if not alike():
         raise CaptureError(
             f"forward computes with a clock or with random bytes of the system ({', '.join(clocks)}), which would be a constant "
             "of the program; pass the value as an input, or draw with torch"
@@ -358,7 +369,7 @@ def _check_clocks(
 
 
 def _steps(
-    traced: Any,
+    alike: Callable[[], bool],
     step: _Step,
     fakes: list[torch.Tensor],
     mode: FakeTensorMode,
@@ -372,7 +383,6 @@ def _steps(
         with torch.compiler.set_stance("force_eager"), functions.recording(), quiet(), mode, torch.enable_grad():
             return step(*fakes), seen.training, str(seen.structure), str(seen.conditions)
 
-    alike = functools.partial(_traces_alike, traced, step, fakes, mode)
     now = functools.partial(state_of, step.model, step.loss_fn)
     return Steps(run, lambda: seen.changes, alike, state, now, buffers)
 

@@ -145,6 +145,61 @@ def test_what_the_next_step_would_compute_otherwise_is_refused(forward: Forward)
         capture(_with(forward, mask=None))
 
 
+class _Doubled(nn.Module):
+    """A layer over another one's."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x * 2)
+
+
+def _with_a_child() -> nn.Module:
+    model = _with(_replaced_child)
+    model.block = _Doubled(nn.Linear(8, 8))
+    return model
+
+
+def _replaced_child(net: Net, x: Tensor) -> Tensor:
+    if type(net.block) is not _Halved:
+        net.block = _Halved(net.block.inner)
+    return net.last(net.block(net.first(x))) * net.table
+
+
+class _Halved(_Doubled):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x / 2)
+
+
+def test_a_child_that_the_first_step_puts_in_place_of_another_computes_and_the_other_is_put_back() -> None:
+    model = _with_a_child()
+    assert_equal_to_eager(model, (X,), squares, seeds=())
+    assert type(model.block) is _Doubled
+
+
+def _exchanged_children(net: Net, x: Tensor) -> Tensor:
+    h = net.last(net.first(x).relu())
+    if net.new:
+        net.first, net.last, net.new = net.last, net.first, False
+    return h
+
+
+def _new_parameters(net: Net, x: Tensor) -> Tensor:
+    h = net.last(net.first(x))
+    if net.new:
+        net.last.weight, net.new = nn.Parameter(torch.ones(8, 8)), False
+    return h
+
+
+@pytest.mark.parametrize("forward", [_exchanged_children, _new_parameters], ids=lambda f: f.__name__)
+def test_other_parameters_under_the_same_names_are_refused(forward: Forward) -> None:
+    with pytest.raises(CaptureError, match="forward changes"):
+        capture(with_attributes(forward, new=True))
+
+
 class Meter:
     """Counts, and keeps what it is shown."""
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tests.capture.equal import Net, assert_equal_to_eager
 from tests.capture.nets import X, refusal, squares
@@ -44,3 +45,13 @@ def test_a_branch_on_data_that_is_left_out_when_compiled_is_left_out() -> None:
         return net.first(x)
 
     assert_equal_to_eager(Net(checks), (X,), squares)
+
+
+def test_a_check_that_is_left_out_when_compiled_or_traced_is_asked_of_no_example_beside_another_branch() -> None:
+    def checks(net: Any, x: Tensor) -> Tensor:
+        traced = torch.compiler.is_compiling() or isinstance(x, FakeTensor)
+        if not traced and x.isnan().any():
+            raise ValueError("not a number")
+        return net.last(net.first(x)) if x.sum() > 1e6 else net.first(x)
+
+    assert_equal_to_eager(Net(checks), (X,), squares, seeds=())
