@@ -33,7 +33,7 @@ _SIZES: dict[str, int] = {
     "mamba_chunk_size chunk_size": 8,
     "max_position_embeddings n_positions n_ctx max_source_positions max_target_positions max_seq_len max_length "
     "max_sequence_length context_length original_max_position_embeddings": 64,
-    "vocab_size vocab_size_per_layer_input": VOCABULARY,
+    "vocab_size vocab_size_per_layer_input entity_vocab_size": VOCABULARY,
     "image_size": IMAGE,
     "num_key_value_heads": 2,
 }
