@@ -19,7 +19,8 @@ _SIZES: dict[str, int] = {
     "num_hidden_layers num_layers n_layer n_layers encoder_layers decoder_layers num_encoder_layers depth "
     "num_decoder_layers num_blocks": 2,
     "num_attention_heads n_head n_heads encoder_attention_heads decoder_attention_heads num_heads "
-    "encoder_num_attention_heads decoder_num_attention_heads mamba_num_heads": 4,
+    "encoder_num_attention_heads decoder_num_attention_heads mamba_num_heads "
+    "linear_num_heads": 4,
     "intermediate_size ffn_dim n_inner encoder_ffn_dim decoder_ffn_dim d_ff d_inner feed_forward_size ffn_hidden_size "
     "filter_size feedforward_dim inner_dim pooler_fc_size dense_intermediate_size mlp_hidden_size": 64,
     "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size expert_ffn_dim attn_hidden_size "
@@ -28,7 +29,7 @@ _SIZES: dict[str, int] = {
     "num_experts_per_tok moe_k moe_top_k top_k_experts num_selected_experts moe_topk experts_per_token": 2,
     "n_group topk_group n_shared_experts num_shared_experts first_k_dense_replace": 1,
     "q_lora_rank kv_lora_rank": 16,
-    "qk_nope_head_dim qk_rope_head_dim v_head_dim head_dim d_kv attention_head_dim": 8,
+    "qk_nope_head_dim qk_rope_head_dim v_head_dim head_dim d_kv attention_head_dim linear_head_dim": 8,
     "state_size mamba_d_state ssm_state_size mamba_d_head time_step_rank mamba_dt_rank patch_size hidden_size_per_layer_input "
     "mamba_chunk_size chunk_size": 8,
     "max_position_embeddings n_positions n_ctx max_source_positions max_target_positions max_seq_len max_length "

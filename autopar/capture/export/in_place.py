@@ -35,6 +35,8 @@ _FUNCTIONAL: dict[Any, Any] = {
     aten.fill_.Scalar: aten.fill.Scalar,
     aten.fill_.Tensor: aten.fill.Tensor,
     aten.copy_.default: aten.copy.default,
+    aten.scatter_.value: aten.scatter.value,
+    aten.scatter_.src: aten.scatter.src,
     aten.relu_.default: aten.relu.default,
     aten.silu_.default: aten.silu.default,
 }

@@ -31,9 +31,11 @@ def few(module: Any) -> int:
     return max(32, 3 * getattr(module, "chunk_size", 0))
 
 
-def know_by_function(name: str, function: Function, passed_on: Sequence[str]) -> None:
+def know_by_function(
+    name: str, function: Function, passed_on: Sequence[str], steps: Callable[[nn.Module], int] = few
+) -> None:
     """Trace modules of transformers whose forward calls its file's function `name` with `function` in its place, which is also
-    given the one that it replaces, as `loop`."""
+    given the one that it replaces, as `loop`. steps: that a proof needs."""
 
     def matches(module: nn.Module) -> bool:
         own = _own_forward(module)
@@ -52,7 +54,7 @@ def know_by_function(name: str, function: Function, passed_on: Sequence[str]) ->
         return changed(self, *args, **kwargs)
 
     forward.__name__ = forward.__qualname__ = f"{function.__name__} in its forward"
-    know(matches, forward, below(2), passed_on, few)
+    know(matches, forward, below(2), passed_on, steps)
 
 
 def _own_forward(module: nn.Module) -> Any:
@@ -164,6 +166,64 @@ def _sums_between(rate: Tensor) -> Tensor:
 
 
 know_by_function("mamba2_chunk_scan", chunk_scan, ["cache_params"])
+
+
+# --- Kimi's delta rule: a triangular system inside of chunks, which its author solves row by row
+
+_CHUNK = 64
+"""Steps of a chunk where the forward says nothing."""
+
+
+def delta_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = _CHUNK,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """query, key, g: (batch, steps, heads, n), value: (batch, steps, heads, p), beta: (batch, steps, heads) -> like value.
+
+    S[t] = exp(g[t]) · S[t-1] + beta[t] · k[t] (v[t] - k[t] · exp(g[t]) · S[t-1]),  y[t] = q[t] · S[t]; chunk after chunk.
+    """
+    dtype, length = query.dtype, query.shape[1]
+
+    def chunked(x: Tensor) -> Tensor:
+        """(batch, steps, heads, n) -> (batch, chunks, heads, steps of a chunk, n), with zeros after the last step."""
+        padded = F.pad(x.float(), [0, 0, 0, 0, 0, -length % chunk_size])
+        return padded.unflatten(1, (-1, chunk_size)).transpose(2, 3)
+
+    query, key, value, beta, g = (chunked(x) for x in (query, key, value, beta.unsqueeze(-1), g))
+    if use_qk_l2norm_in_kernel:
+        query, key = (x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+    query, decay = query / query.shape[-1] ** 0.5, g.cumsum(-2)
+    places = torch.arange(chunk_size, device=query.device)
+    later = (places[:, None] < places)[..., None]
+    between = (decay.unsqueeze(-2) - decay.unsqueeze(-3)).masked_fill(later, -torch.inf).exp()
+    weighted = between * key.unsqueeze(-3)
+    system, scores = ((x.unsqueeze(-2) * weighted).sum(-1) for x in (beta * key, query))
+    solve = functools.partial(torch.linalg.solve_triangular, system, upper=False, unitriangular=True)
+    new, read = solve(beta * value), solve(beta * key * decay.exp())
+    if initial_state is None:
+        state = value.new_zeros(value.shape[0], value.shape[2], key.shape[-1], value.shape[-1])
+    else:
+        state = initial_state.to(value.dtype)
+    begins, ends = query * decay.exp(), decay[..., -1:, :]
+    kept, passed = (key * (ends - decay).exp()).mT, ends.exp().mT
+    y = []
+    for i in range(query.shape[1]):
+        added = new[:, i] - read[:, i] @ state
+        y.append(begins[:, i] @ state + scores[:, i] @ added)
+        state = passed[:, i] * state + kept[:, i] @ added
+    out = torch.stack(y, 1).transpose(2, 3).flatten(1, 2)[:, :length].contiguous()
+    return out.to(dtype), state if output_final_state else None
+
+
+know_by_function("chunk_kimi_delta_attention", delta_attention, ["cache_params"], lambda module: 3 * _CHUNK)
 
 
 # --- RWKV: a weighted mean of the values so far, whose weights decay

@@ -45,6 +45,14 @@ def _shifted(net: Net, x: Tensor) -> Tensor:
     return net.last(net.first(h))
 
 
+def _scattered(net: Net, x: Tensor) -> Tensor:
+    best = net.first(x).topk(2).indices
+    mask = torch.zeros_like(x)
+    mask.scatter_(-1, best, 1)
+    mask.scatter_(-1, best[..., :1], x[..., :1])
+    return net.last(net.first(x) * mask)
+
+
 def _counted(net: Net, x: Tensor) -> Tensor:
     net.count.add_(1)
     net.count.add_(2)
@@ -144,7 +152,7 @@ def _norm_used_twice(net: Net, x: Tensor) -> Tensor:
     return net.last(net.norm(net.norm(net.first(x))))
 
 
-REWRITTEN: list[Forward] = [_sum, _several, _normalized, _shifted, _counted, _batch_norm]
+REWRITTEN: list[Forward] = [_sum, _several, _normalized, _shifted, _scattered, _counted, _batch_norm]
 LEFT: list[Forward] = [
     *(
         _viewed_before,

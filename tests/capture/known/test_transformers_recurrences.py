@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import autopar
+from autopar.capture.known.known_recurrences import delta_attention
 from autopar.program import ParallelProgram
 
 transformers = pytest.importorskip("transformers")
@@ -71,3 +72,12 @@ def test_one_long_sequence_is_cut_by_the_search_itself() -> None:
     tokens = torch.zeros(1, 8192, dtype=torch.long)
     program = autopar.compile(model, autopar.ClusterSpec.local(4), {"input_ids": tokens, "labels": tokens})
     assert carried(program.plan) == {"linear_scan", "linear_scan_back"}
+
+
+def test_a_delta_rule_is_its_authors_over_several_chunks() -> None:
+    kimi = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+    torch.manual_seed(0)
+    query, key, value, g = (torch.randn(2, 10, 3, 4) for _ in range(4))
+    given = (query, key, value, -g.abs(), torch.rand(2, 10, 3), 4, torch.randn(2, 3, 4, 4), True, True)
+    for ours, theirs in zip(delta_attention(*given), kimi.chunk_kimi_delta_attention(*given), strict=True):
+        torch.testing.assert_close(ours, theirs)
