@@ -4,9 +4,9 @@
 
 Every case runs in a process of its own: the model is built tiny, compiled for `ranks` CPU ranks with SGD with momentum, and
 verified in float64 on the chosen plan and on one random plan. What was captured is then planned on 8 and on 64 H100 too, a few
-seconds each (`plans`). A row says `status`: equal, differs, refused (a named error
-of ours; its text is in `why`), broken (any other error), slow (the limit is of CPU seconds), unbuilt (the library itself
-cannot build or run it here, which says nothing of us). Rows that are in OUT.jsonl already are not run again.
+seconds each (`plans`). A row says `status`: equal, differs, refused (a named error of ours, one of the running program too;
+its text is in `why`), broken (any other error), slow (the limit is of CPU seconds), unbuilt (the library itself cannot build or
+run it here, which says nothing of us). Rows that are in OUT.jsonl already are not run again.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from autopar.passes.search.best_plans import search_plans
 from autopar.passes.search.task import Task
 from autopar.proof.random_plans import random_plan
 from autopar.proof.verify import verify
+from autopar.runtime.errors import RuntimeProgramError
 
 from .case import Case
 
@@ -71,7 +72,7 @@ def tried(case: Case, ranks: int) -> dict[str, Any]:
         other = program.with_plan(random_plan(program, 1))
         row["random"] = verify(other, model, batch).max_error
         row["plans"] = {str(8 * nodes): plan_on(program, nodes) for nodes in NODES}
-    except AutoparError as error:
+    except (AutoparError, RuntimeProgramError) as error:
         return row | {"status": "refused", "kind": type(error).__name__, "why": str(error)[:MOST]}
     except Exception as error:
         return row | {"status": "broken", "kind": type(error).__name__, "why": short(error)}
