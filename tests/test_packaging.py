@@ -16,7 +16,7 @@ from tests.warm import python
 
 ROOT = Path(__file__).parent.parent
 WINGS = {"autopar": "autopar", **{wing: f"autopar/{wing}" for wing in ("passes", "costmodel", "codegen")}}
-SHIPPED = {".py", ".j2", ".json", ".typed"}
+SHIPPED = {".py", ".j2", ".json", ".css", ".js", ".typed"}
 
 pytest.importorskip("setuptools", minversion="77")
 

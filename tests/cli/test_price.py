@@ -43,7 +43,7 @@ def answer(path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str
 
 
 def test_a_configuration_has_the_price_of_its_layout(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Of the same options, microbatches among them, `compile` predicts the same."""
+    """The prediction is that of `compile` with the same options, microbatches among them."""
     found = json.loads(answer(tmp_path / "ds.json", CONFIG, capsys, "--json"))
     options = autopar.Options(mesh={"dp": 8}, strategy="zero1", microbatches=2)
     program = autopar.compile(cluster="dgx-h100", options=options, **step())
