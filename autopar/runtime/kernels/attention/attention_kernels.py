@@ -8,7 +8,8 @@ gives, or several pieces that were merged, is what the backward of any can be gi
 hidden here:
 
     plain       the plain formula, for everything (`plain_scores`)
-    cpu         torch's flash attention on CPUs: masks at the size of the scores, several query heads to a key head as they are
+    cpu         torch's flash attention on CPUs, which takes for granted that a row's numbers lie one after another: masks at the
+                size of the scores, several query heads to a key head as they are
     flash       GPU, 16 bits, no mask: key heads as on CPUs
     cudnn       the same; log-sum-exp (batch, heads, query, 1)
     efficient   GPU: log-sum-exp in rows of whole 32, infinite beyond the last; masks as on CPUs, key heads repeated
@@ -29,7 +30,7 @@ import torch.nn.functional as F
 
 from ..kernels import HALF
 from . import plain_scores
-from .dropped import Dropped
+from .dropped import Dropped, in_rows
 from .plain_scores import Config, softmax_dtype
 
 Tensor = torch.Tensor
@@ -51,7 +52,7 @@ class Kernel(Protocol):
 class _Cpu:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, config: Config) -> tuple[Tensor, Tensor]:
         bias = _bias(config.mask, q, k)
-        q, k, v = map(_dense, (q, k, v))
+        q, k, v = map(in_rows, (q, k, v))
         return aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, config.causal, attn_mask=bias, scale=config.scale
         )
@@ -60,7 +61,7 @@ class _Cpu:
         self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, config: Config
     ) -> tuple[Tensor, Tensor, Tensor]:
         bias = _bias(config.mask, q, k)
-        g, q, k, v, out = map(_dense, (g, q, k, v, out))
+        g, q, k, v, out = map(in_rows, (g, q, k, v, out))
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             g, q, k, v, out, lse, 0.0, config.causal, attn_mask=bias, scale=config.scale
         )
@@ -194,11 +195,6 @@ def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     if mask is None:
         return None
     return _additive(mask, q.dtype).to(softmax_dtype(q)).expand(*q.shape[:3], k.shape[2])
-
-
-def _dense(x: Tensor) -> Tensor:
-    """The tensor with the numbers of its last dim side by side, which torch's kernel for CPUs takes for granted."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _ready(x: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def attend(
     """(out, lse)."""
     from . import triton_attention as kernels
 
-    q, k, v = (_in_rows(x) for x in (q, k, v))
+    q, k, v = (in_rows(x) for x in (q, k, v))
     out, lse = _shapes(q, k, v)
     told, lies = _compiled_for(q, k, v, mask, p, causal, place, keys is not None), tuple(map(_lies, (q, k, v)))
     kernels._forward[_programs(q, told["ROWS"])](
@@ -83,7 +83,7 @@ def attend_grad(
     """(dq, dk, dv, δ)."""
     from . import triton_attention as kernels
 
-    g, q, k, v, out = (_in_rows(x) for x in (g, q, k, v, out))
+    g, q, k, v, out = (in_rows(x) for x in (g, q, k, v, out))
     lse = lse.contiguous()
     dq, dk, dv, delta = _grad_shapes(g, q, k, v, mask, out, lse)
     told, numbers = (
@@ -107,7 +107,7 @@ def _grad_shapes(
     return dq, dk, dv, torch.empty_like(lse, memory_format=torch.contiguous_format)
 
 
-def _in_rows(x: Tensor) -> Tensor:
+def in_rows(x: Tensor) -> Tensor:
     """The tensor with the numbers of a row one after another."""
     return x if x.stride(3) == 1 else x.contiguous()
 
