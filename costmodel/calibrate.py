@@ -38,6 +38,16 @@ SWEEPS = 3
 """Ops and collectives are measured so often, one after the other, and each takes the median: what the machine does meanwhile for
 a few seconds would else make one kind of them dear beside the others."""
 
+LAUNCHES = 40
+SMALL_OPS: Sequence[Callable[[torch.Tensor], Any]] = (
+    lambda x: x @ x,
+    lambda x: x + x,
+    lambda x: x.mul(2.0),
+    lambda x: x.sum(1),
+    F.silu,
+)
+"""Small ops such as programs are made of; one after the other, on tensors so small that the host's launching is all there is to it."""
+
 
 def timed_s(run: Callable[[], Any], device: torch.device, least_s: float) -> float:
     """Median seconds of `run` after a warm-up, repeated for at least `least_s` and three times."""
@@ -54,6 +64,13 @@ def timed_s(run: Callable[[], Any], device: torch.device, least_s: float) -> flo
     return float(np.median(times))
 
 
+def launched(tiny: torch.Tensor) -> None:
+    """Small kernels, LAUNCHES of each of SMALL_OPS, and nobody waits between them."""
+    for _ in range(LAUNCHES):
+        for op in SMALL_OPS:
+            op(tiny)
+
+
 def matmul_shapes(gpu: bool, quick: bool) -> list[tuple[int, int, int]]:
     """Large, narrow, thin and ragged products."""
     sizes = [512, 1024, 2048, 4096, 8192] if gpu else [64, 128, 256, 512, 1024]
@@ -64,12 +81,14 @@ def matmul_shapes(gpu: bool, quick: bool) -> list[tuple[int, int, int]]:
 
 
 def measure_device(device: torch.device, dtypes: Sequence[torch.dtype], quick: bool, say: Progress) -> list[Sample]:
-    """Products, attention, memory passes and the smallest kernel."""
+    """Products, attention, memory passes, a small kernel that is waited for ("wait"), and small kernels in a row ("launch")."""
     gpu = not backend_of(device).is_host
     least = 0.02 if quick else 0.1
     samples: list[Sample] = []
-    tiny = torch.zeros(1, device=device)
-    samples.append(Sample("launch", (1,), "float32", timed_s(lambda: tiny.add_(1), device, least)))
+    tiny = torch.zeros(32, 32, device=device)
+    samples.append(Sample("wait", (1,), "float32", timed_s(lambda: tiny.add_(1), device, least)))
+    in_a_row = timed_s(lambda: launched(tiny), device, least)
+    samples.append(Sample("launch", (1,), "float32", in_a_row / (LAUNCHES * len(SMALL_OPS))))
     for dtype in dtypes:
         name = str(dtype).removeprefix("torch.")
         for m, n, k in matmul_shapes(gpu, quick):
@@ -89,11 +108,11 @@ def measure_device(device: torch.device, dtypes: Sequence[torch.dtype], quick: b
     return samples
 
 
-def fit_matmul(samples: Sequence[Sample], launch_s: float) -> tuple[float, float, float]:
-    """(R, d, median relative residual) of T = launch + 2mnk / R * (1+d/m)(1+d/n)(1+d/k)."""
+def fit_matmul(samples: Sequence[Sample], wait_s: float) -> tuple[float, float, float]:
+    """(R, d, median relative residual) of T = wait + 2mnk / R * (1+d/m)(1+d/n)(1+d/k)."""
     best = (1.0, 1.0, float("inf"))
     dims = np.array([s.shape for s in samples], dtype=float)
-    seconds = np.maximum(np.array([s.seconds for s in samples]) - launch_s, 1e-9)
+    seconds = np.maximum(np.array([s.seconds for s in samples]) - wait_s, 1e-9)
     flops = 2 * dims.prod(axis=1)
     for d in np.geomspace(0.5, 1024, 60):
         ideal = flops * np.prod(1 + d / dims, axis=1)
@@ -110,13 +129,13 @@ def fit_device(samples: Sequence[Sample], base: DeviceSpec) -> tuple[dict[str, A
 
     On a CPU the measured rates become the peaks; on a GPU they become shares of the vendor's peaks.
     """
-    launch = next(s.seconds for s in samples if s.kind == "launch")
+    launch, wait = (next(s.seconds for s in samples if s.kind == kind) for kind in ("launch", "wait"))
     profile: dict[str, Any] = {"launch_overhead_s": launch}
     residuals: dict[str, float] = {}
     curve: dict[str, float] = {}
     peaks: dict[str, float] = {}
     for dtype in sorted({s.dtype for s in samples if s.kind == "matmul"}):
-        rate, d, residual = fit_matmul([s for s in samples if s.kind == "matmul" and s.dtype == dtype], launch)
+        rate, d, residual = fit_matmul([s for s in samples if s.kind == "matmul" and s.dtype == dtype], wait)
         residuals[f"matmul {dtype}"] = residual
         peaks[dtype] = rate
         curve["half_dim"] = d
@@ -132,13 +151,13 @@ def fit_device(samples: Sequence[Sample], base: DeviceSpec) -> tuple[dict[str, A
         heads, seq, head = s.shape
         peak = peaks.get(s.dtype, 0.0) if base.kind == "cpu" else base.peak(s.dtype)
         shape = (1 + 256 / seq) * (1 + 32 / head)
-        shares.append(2 * heads * seq * seq * head * shape / max(s.seconds - launch, 1e-9) / peak)
+        shares.append(2 * heads * seq * seq * head * shape / max(s.seconds - wait, 1e-9) / peak)
     curve["attention"] = curve["attention_eager"] = min(1.0, float(np.median(shares)))
     residuals["attention"] = float(np.median(np.abs(np.array(shares) / np.median(shares) - 1)))
     memory = [s for s in samples if s.kind == "memory"]
     x, y = np.array([float(s.shape[0]) for s in memory]), np.array([s.seconds for s in memory])
-    rate = float(x[-1] / max(y[-1] - launch, 1e-9))
-    residuals["memory"] = float(np.median(np.abs((launch + x / rate) / y - 1)))
+    rate = float(x[-1] / max(y[-1] - wait, 1e-9))
+    residuals["memory"] = float(np.median(np.abs((wait + x / rate) / y - 1)))
     if base.kind == "cpu":
         profile["memory_bandwidth_Bps"], curve["memory"] = rate, 1.0
     else:

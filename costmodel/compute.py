@@ -9,6 +9,8 @@ and head width in the same way.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 from autopar.cluster.device import DeviceSpec, dtype_bytes, dtype_name
@@ -27,6 +29,15 @@ def matmul_share(device: DeviceSpec, m: float, n: float, k: float, dtype: str = 
     d = curve.half_dim
     peak_share = curve.matmul8 if dtype in ("float8", "mxfp8") else curve.matmul4 if dtype == "float4" else curve.matmul
     return peak_share / ((1 + d / m) * (1 + d / n) * (1 + d / k))
+
+
+def aligned_share(device: DeviceSpec, dtype: str, rows: Iterable[int]) -> float:
+    """Share of its rate that a product keeps whose operands and result have rows of so many elements: those in 16 bits reach the
+    fast kernels of a device where all of them are multiples of 16 bytes."""
+    if dtype_bytes(dtype) != 2:
+        return 1.0
+    common = math.gcd(8, *rows)
+    return 1.0 if common == 8 else device.curve.odd if common == 1 else device.curve.even
 
 
 def matmul_time_s(device: DeviceSpec, m: float, n: float, k: float, dtype: str, launch: bool = False) -> float:

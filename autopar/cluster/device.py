@@ -88,7 +88,8 @@ class EfficiencyCurve:
 
     matmul (16 and 32 bits), matmul8, matmul4, attention, conv: the asymptotic share for large shapes; attention_eager:
     with kernels written for the generation before; memory: the share of the memory bandwidth; half_dim: a matrix dim
-    of this length reaches half of the asymptote.
+    of this length reaches half of the asymptote; even, odd: the share of that rate that a product in 16 bits keeps where rows
+    of an operand or of its result are no multiple of 16 bytes, as their number of elements is even or odd.
     """
 
     matmul: Attained = 0.7
@@ -99,6 +100,8 @@ class EfficiencyCurve:
     conv: Attained = 0.5
     memory: Attained = 0.85
     half_dim: Annotated[float, number(0, 1e9)] = 64.0
+    even: Attained = 1.0
+    odd: Attained = 1.0
 
     def __post_init__(self) -> None:
         check_fields(self, "efficiency curve")

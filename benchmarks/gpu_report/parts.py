@@ -40,6 +40,7 @@ PARTS = (
     Part("facts", "what this machine is", 60),
     Part("suite", "the tests that need a GPU", 1800),
     Part("equality", "numbers against eager PyTorch", 900),
+    Part("kernels", "single kernels by shape", 300),
     Part("calibration", "device and links, as the planner is told them", 900),
     Part("steps", "a step on one GPU: seconds and bytes", 1800),
     Part("ranks", "a step on several GPUs, against DDP and FSDP2", 1800, devices=2),

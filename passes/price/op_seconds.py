@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 
 import torch
@@ -74,10 +75,31 @@ class OpSeconds:
             shape=facts.dims(call, parts, share) if facts.dims else _product(groups, self.rule, parts),
             eager=software.kernels != "fused",
             op=call.op,
-            reached=software.constants.grouped_share if grouped is not None else 1.0,
+            reached=self._reached(kind, parts) * (software.constants.grouped_share if grouped is not None else 1.0),
             moved_bytes=moved_bytes(grouped, software, along, device.runs_as),
         )
         return merging_s + filled_s + drawn_s + work_s
+
+    def _reached(self, kind: str, parts: Parts) -> float:
+        """The share of a product's rate that is left by how its tensors' rows lie, on the rank with the slowest kernel: where
+        blocks are unequal, some are shorter by one."""
+        if kind != "matmul" or self.device.curve.odd == 1.0:
+            return 1.0
+        rows = []
+        for last in self._rows:
+            lengths = [self.rule.factors[f].size / parts[f] for f in last]
+            rows.append(math.prod(int(n) for n in lengths))
+            if any(isinstance(parts[f], Fraction) for f in last):
+                rows.append(
+                    math.prod(int(n) - isinstance(parts[f], Fraction) for n, f in zip(lengths, last, strict=True))
+                )
+        return compute.aligned_share(self.device, self._dtype, rows)
+
+    @cached_property
+    def _rows(self) -> list[tuple[str, ...]]:
+        """The factors of every operand's and result's last dim."""
+        sides = zip((*self.call.operands, *self.call.results), (*self.rule.operands, *self.rule.results), strict=True)
+        return [labels[-1] for t, labels in sides if t is not None and labels and len(labels) > 1]
 
     @cached_property
     def _facts(self) -> OpDef:

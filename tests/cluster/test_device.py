@@ -81,7 +81,11 @@ def test_one_sample_that_was_disturbed_moves_no_constant():
         Sample("attention", (4, seq, 64), "float32", launch + 8 * seq**2 * 64 * (1 + 256 / seq) * 1.5 / (0.4 * rate))
         for seq in (128, 256, 512, 1024, 2048)
     ]
-    rest = [Sample("launch", (1,), "float32", launch), Sample("memory", (2**28,), "float32", 2**28 / 10e9)]
+    rest = [
+        Sample("launch", (1,), "float32", launch),
+        Sample("wait", (1,), "float32", launch),
+        Sample("memory", (2**28,), "float32", 2**28 / 10e9),
+    ]
 
     def slower(samples, which):
         return [s._replace(seconds=s.seconds * (30 if n == which else 1)) for n, s in enumerate(samples)]
@@ -116,7 +120,7 @@ def test_fits_recover_made_up_constants():
 
 def test_a_profile_changes_a_cluster():
     base = device_preset("cpu")
-    samples = [Sample("launch", (1,), "float32", 1e-6)]
+    samples = [Sample(kind, (1,), "float32", 1e-6) for kind in ("launch", "wait")]
     samples += [Sample("matmul", (s, s, s), "float32", 1e-6 + 2 * s**3 / 30e9) for s in (128, 512, 1024)]
     samples += [Sample("attention", (4, 512, 64), "float32", 1e-3), Sample("memory", (10**8,), "float32", 1e-2)]
     device, residuals = fit_device(samples, base)

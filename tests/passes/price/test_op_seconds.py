@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import fx
 
 from autopar.cluster import ClusterSpec
-from autopar.cluster.device import DeviceSpec, EfficiencyCurve
+from autopar.cluster.device import DeviceSpec, EfficiencyCurve, device_preset
 from autopar.cluster.kernels import FILL, KernelTimes
 from autopar.cluster.link import LinkLevel
+from autopar.costmodel.compute import aligned_share
+from autopar.ir.call import OpCall
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Template
+from autopar.ir.rule import Rule
 from autopar.ir.types import TensorType
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
+from autopar.passes.shard.uneven import balanced
+from autopar.runtime.comm.mesh import Shares
 
+MEASURED = Path(__file__).parents[2] / "gpu/recorded/kernels-nvidia-h100-80gb-hbm3.json"
 PEAK, MEMORY, LAUNCH = 1e12, 1e11, 2e-6
 CURVE = EfficiencyCurve(matmul=0.5, memory=0.5, half_dim=16.0)
 DEVICE = DeviceSpec("test", {"float32": PEAK}, 1e12, 2 * MEMORY, LAUNCH, curve=CURVE)
@@ -28,17 +37,24 @@ aten = torch.ops.aten
 
 def seconds(op: Callable[..., object], shapes: list[tuple[int, ...]], out: tuple[int, ...], sharded: bool) -> float:
     """Seconds of an op on float32 tensors, whole or with its first factor over the four ranks."""
+    call, rule = ruled(op, shapes, out, torch.float32)
+    return PRICER.op_s(call, rule, (next(iter(rule.factors)) if sharded else "",))
+
+
+def ruled(
+    op: Callable[..., object], shapes: list[tuple[int, ...]], out: tuple[int, ...], dtype: torch.dtype
+) -> tuple[OpCall, Rule]:
+    """A call of an op, and how it may be sharded."""
     graph = fx.Graph()
     inputs = [graph.placeholder(f"x{i}") for i in range(len(shapes))]
     node = graph.call_function(op, tuple(inputs))
     graph.output((node,))
     for value, shape in zip((*inputs, node), (*shapes, out), strict=True):
-        value.meta["type"] = TensorType(shape, torch.float32)
+        value.meta["type"] = TensorType(shape, dtype)
     names = tuple(value.name for value in inputs)
     template = Template("t", graph, (), names, (node.name,), (None,) * len(names), (None,), ())
     call = template.op_calls[node.name]
-    rule = RuleBook().rule(call)
-    return PRICER.op_s(call, rule, (next(iter(rule.factors)) if sharded else "",))
+    return call, RuleBook().rule(call)
 
 
 @pytest.mark.parametrize("ways", [1, 4])
@@ -47,6 +63,51 @@ def test_a_product_takes_its_flops_at_the_share_of_its_shape(ways: int) -> None:
     share = 0.5 / ((1 + 16 / (m / ways)) * (1 + 16 / n) * (1 + 16 / k))
     expected = LAUNCH + 2 * m * n * k / ways / (PEAK * share)
     assert seconds(aten.mm.default, [(m, k), (k, n)], (m, n), ways > 1) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n", "ways", "kept"),
+    [
+        (1024, 512, 2048, 1, 1.0),
+        (1023, 512, 2048, 1, 1.0),
+        (1024, 510, 2048, 1, 0.4),
+        (1024, 512, 2044, 1, 0.4),
+        (1024, 511, 2048, 1, 0.2),
+        (1024, 512, 2047, 1, 0.2),
+        (1024, 512, 8192, 4, 1.0),
+        (1024, 512, 8176, 4, 0.4),
+        (1024, 512, 8180, 4, 0.2),
+        (1024, 512, 8190, 4, 0.2),
+    ],
+)
+def test_rows_that_are_no_multiple_of_16_bytes_are_slower(m: int, k: int, n: int, ways: int, kept: float) -> None:
+    """Where n is cut over four ranks, of 8190 two hold 2048 columns and two 2047."""
+    call, rule = ruled(aten.mm.default, [(m, k), (k, n)], (m, n), torch.bfloat16)
+    mesh = Mesh((("tp", Shares(balanced(n, ways)) if n % ways else ways),))
+    (factor,) = rule.operands[1][1] if ways > 1 else ("",)
+    plain, device = (
+        replace(DEVICE, peak_flops={"bfloat16": PEAK}, curve=c) for c in (CURVE, replace(CURVE, even=0.4, odd=0.2))
+    )
+    full_s, got_s = (
+        Pricer(ClusterSpec("test", ((ways, one),), (LinkLevel("node", ways, 1e9, 1e-5),)), mesh).op_s(
+            call, rule, (factor,)
+        )
+        for one in (plain, device)
+    )
+    assert got_s - LAUNCH == pytest.approx((full_s - LAUNCH) / kept)
+
+
+def test_products_measured_on_an_h100_keep_the_share_that_its_curve_says() -> None:
+    """Products of 8192 to a side, less so many in one dim, beside the whole one."""
+    measured = json.loads(MEASURED.read_text())["odd products"]
+    h100 = device_preset("h100")
+    kept: dict[float, list[float]] = {1.0: [], h100.curve.even: [], h100.curve.odd: []}
+    for one in measured:
+        said = aligned_share(h100, "bfloat16", one["shape"][1:])
+        kept[said].append(one["flops_a_second"] / 760e12)
+    assert min(map(len, kept.values())) >= 4
+    for said, found in kept.items():
+        assert statistics.median(found) == pytest.approx(said, rel=0.2)
 
 
 def test_a_thin_product_takes_its_bytes() -> None:
