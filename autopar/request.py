@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -93,22 +94,13 @@ class Request:
     def capture(self, pieces: int = 1) -> Captured:
         """The step of the whole batch; or of one of so many pieces of it that are batches of their own, the loss divided by
         their number. Raises CaptureError, InputError."""
-        options = self.options
         with evaluating(self.model) if self.gives != "step" else training_alone(self.model, self.trains):
             captured = capture_program(
                 self.model,
-                microbatch(self.inputs, options.batch_dims, pieces),
+                microbatch(self.inputs, self.options.batch_dims, pieces),
                 self.loss_fn,
                 self.targets,
-                options.batch_dims,
-                options.stage_boundaries or (),
-                options.precision,
-                pieces,
-                options.guards,
-                "guard" if options.branches == "select" and self._cut else options.branches,
-                {"expert_imbalance": options.expert_imbalance, "on_overflow": options.on_overflow},
-                bool(self.asked_of_training),
-                self.gives,
+                *self._capture_options(pieces),
             )
         no_loss = captured.exported.no_loss
         if no_loss is not None and (asked := self.asked_of_training):
@@ -117,6 +109,37 @@ class Request:
             return captured
         names, held = self.held.names(self.model), self.held
         return captured._replace(program=of_union(captured.program, names, held.parameters(), held.buffers()))
+
+    def _capture_options(self, pieces: int = 1) -> tuple[Any, ...]:
+        """The arguments of a capture beside model, inputs and loss. pieces: as of `capture`."""
+        options = self.options
+        return (
+            options.batch_dims,
+            options.stage_boundaries or (),
+            options.precision,
+            pieces,
+            options.guards,
+            "guard" if options.branches == "select" and self._cut else options.branches,
+            {"expert_imbalance": options.expert_imbalance, "on_overflow": options.on_overflow},
+            bool(self.asked_of_training),
+            self.gives,
+        )
+
+    def captures_like(self, other: Request) -> bool:
+        """Whether both requests capture the same step, where nobody has changed the model between them."""
+        same = ((r.model, r.inputs, r.loss_fn, r.held) for r in (self, other))
+        return (
+            all(a is b for a, b in zip(*same, strict=True))
+            and (self.targets, self.trains) == (other.targets, other.trains)
+            and (self.options.coupled, self._capture_options()) == (other.options.coupled, other._capture_options())
+        )
+
+    @property
+    def captured_tensors(self) -> tuple[Hashable, ...]:
+        """The shapes, kinds and modes of the model that a capture reads, and that whoever has the model may change."""
+        tensors = (*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers())
+        kinds = ((name, t.shape, t.dtype, t.device, t.requires_grad) for name, t in tensors)
+        return (*kinds, *(module.training for module in self.model.modules()))
 
     @property
     def trained(self) -> dict[str, tuple[int, ...]]:
@@ -179,6 +202,7 @@ class Request:
         options = replace(
             self.options,
             mesh=None,
+            axes=None,
             strategy="auto",
             pp=None,
             chunks=None,
@@ -187,7 +211,7 @@ class Request:
             microbatches=microbatches,
             order=order,
         )
-        return self._searched_on(cluster, options)
+        return self.searched_on(cluster, options)
 
     def where_slower(self, cluster: ClusterSpec, microbatches: int | None, order: int | None) -> Request:
         """The same step, and all that the options say of ranks, on a cluster of the same ranks of which some are slower, none of
@@ -201,9 +225,9 @@ class Request:
             microbatches=microbatches,
             order=order,
         )
-        return self._searched_on(cluster, options)
+        return self.searched_on(cluster, options)
 
-    def _searched_on(self, cluster: ClusterSpec, options: Options) -> Request:
+    def searched_on(self, cluster: ClusterSpec, options: Options) -> Request:
         """The same step on a cluster, its plan to be searched. Raises InputError."""
         request = replace(self, cluster=as_computed(cluster, options), options=options, plan=None)
         _check(request)
@@ -333,7 +357,19 @@ def _check(request: Request) -> None:
     _check_precision(options.precision, request.cluster)
     _check_compression(request)
     options.forced_mesh(ranks // options.pp if options.pp else ranks, ranks)
+    _check_axes(options, ranks)
     _check_batch(request)
+
+
+def _check_axes(options: Options, ranks: int) -> None:
+    """Raises InputError where the ranks of a cluster do not divide by the sizes of axes that are asked for."""
+    sizes = dict(options.axes or {})
+    wanted = prod(sizes.values()) * (options.pp or 1)
+    if ranks % wanted:
+        words = ", ".join(f"{axis}={n}" for axis, n in {**sizes, **({"pp": options.pp} if options.pp else {})}.items())
+        raise InputError(
+            f"{words} takes a multiple of {wanted} ranks, the cluster has {ranks}; make the sizes divide {ranks}"
+        )
 
 
 def _check_precision(precision: str | None, cluster: ClusterSpec) -> None:
