@@ -40,7 +40,9 @@ def test_a_shapes_model_has_the_parameters_that_the_estimator_counts(shape: Tran
     last_norm = shape.hidden
     assert sum(p.numel() for p in model.parameters()) == shape.params + last_norm + inner_norms
 
+
 CUT = "stages of the pipeline cut where it is fastest"
+
 
 def test_a_window_hides_what_lies_before_it() -> None:
     """A token sees 2 (window - 1) tokens back through two layers of a window, and no further."""
