@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from autopar.capture.examples.inputs import LossFunction
 from autopar.cluster import ClusterSpec
 from autopar.cluster.arrangement import arranged, arrangements, placement_onto
 from autopar.codegen.factories import named_rule
+from autopar.compiled import Known
 from autopar.errors import EmitError, InputError, NoRoomError, PlanError
 from autopar.forms import captured_for, laid_out_as, setting_for, with_forms, with_others
 from autopar.ir.memory_levers import forced_offload
@@ -138,17 +140,23 @@ def request_of(
     return make_request(model, cluster, example_inputs, loss_fn, update, options, plan, buckets, pad_values, entries)
 
 
-def compile_request(request: Request) -> ParallelProgram:
-    """The program of a request: `compile` once its arguments are checked."""
-    program = _compiled(request, RuleBook())
-    return with_forms(program, lambda form: _compiled(form, program.rules, program))
+def compile_request(request: Request, known: Known | None = None) -> ParallelProgram:
+    """The program of a request: `compile` once its arguments are checked. known: what was found out before about the same model;
+    the program is the same without."""
+    program = _compiled(request, known if known is not None and known.serves(request) else None)
+    return with_forms(program, lambda form: _compiled(form, first=program))
 
 
-def _compiled(request: Request, rules: RuleBook, first: ParallelProgram | None = None) -> ParallelProgram:
-    """One program. first: that whose parameters it is to compute with."""
+def _compiled(request: Request, known: Known | None = None, first: ParallelProgram | None = None) -> ParallelProgram:
+    """One program. known: of the same step; first: that whose parameters it is to compute with."""
     started = time.perf_counter()
-    captured = request.capture() if first is None else captured_for(first, request)
-    batches = _ordered(request, Microbatches(captured, rules, request.capture_apart))
+    if known is None:
+        rules = RuleBook() if first is None else first.rules
+        captured = request.capture() if first is None else captured_for(first, request)
+        whole = Microbatches(captured, rules, request.capture_apart)
+        known = Known(request, whole, rules, request.captured_tensors)
+    rules = known.rules
+    batches = _ordered(request, known.batches)
     program = batches.at(request.options.microbatches or 1)
     capture_s = time.perf_counter() - started
 
@@ -167,6 +175,7 @@ def _compiled(request: Request, rules: RuleBook, first: ParallelProgram | None =
     task = Task(
         program, cluster, rules, setting(request.cluster.size), request.options, batches, layout=layout, order=order
     )
+    task.pricers = known.pricers_on(cluster)
     with infrequent_gc():
         if request.plan is not None:
             plans = [(task, replayed(task, request.plan, request.cluster))]
@@ -186,7 +195,9 @@ def _compiled(request: Request, rules: RuleBook, first: ParallelProgram | None =
         "lower_s": lowering_s,
     }
     candidates = [best, *(candidate for _, candidate in plans[1:])]
-    return emit(request, task.batches.captured(task.setting.microbatches), task, candidates, seconds, compile_request)
+    captured = task.batches.captured(task.setting.microbatches)
+    again = partial(compile_request, known=known) if first is None else compile_request
+    return emit(request, captured, task, candidates, seconds, again)
 
 
 def _of_cluster(plan: Plan, owner: Task, listed: ClusterSpec) -> Plan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Self
@@ -20,6 +20,7 @@ from autopar.ir.setting import Setting
 from autopar.options import Options
 from autopar.passes.account.program import Account
 from autopar.passes.account.spent import Spent, spent
+from autopar.passes.batch.microbatches import Microbatches
 from autopar.passes.memory.peak import peak_kinds
 from autopar.passes.price.pricer import Pricers
 from autopar.passes.recompute.curve import Curve, curves
@@ -31,6 +32,30 @@ from autopar.request import Request
 from autopar.runtime.data.fields import Bytes, Seconds
 from autopar.runtime.data.schema import number, optional
 from autopar.runtime.update.update_rule import OptimizerFactory
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """The findings of one compilation with which others of the same step begin: the capture with its microbatches, the rules of
+    its ops, and prices by cluster. request: whose step it is; tensors: of its model, as they were captured."""
+
+    request: Request
+    batches: Microbatches
+    rules: RuleBook
+    tensors: tuple[Hashable, ...]
+    pricers: list[Pricers] = field(default_factory=list)
+
+    def serves(self, request: Request) -> bool:
+        """Whether a request captures the same step of the same model."""
+        return request.captures_like(self.request) and request.captured_tensors == self.tensors
+
+    def pricers_on(self, cluster: ClusterSpec) -> Pricers:
+        """The prices on a cluster, those that were asked for before among them."""
+        for pricers in self.pricers:
+            if pricers.cluster == cluster:
+                return pricers
+        self.pricers.append(Pricers(cluster))
+        return self.pricers[-1]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -93,22 +93,13 @@ class Request:
     def capture(self, pieces: int = 1) -> Captured:
         """The step of the whole batch; or of one of so many pieces of it that are batches of their own, the loss divided by
         their number. Raises CaptureError, InputError."""
-        options = self.options
         with evaluating(self.model) if self.gives != "step" else training_alone(self.model, self.trains):
             captured = capture_program(
                 self.model,
-                microbatch(self.inputs, options.batch_dims, pieces),
+                microbatch(self.inputs, self.options.batch_dims, pieces),
                 self.loss_fn,
                 self.targets,
-                options.batch_dims,
-                options.stage_boundaries or (),
-                options.precision,
-                pieces,
-                options.guards,
-                "guard" if options.branches == "select" and self._cut else options.branches,
-                {"expert_imbalance": options.expert_imbalance, "on_overflow": options.on_overflow},
-                bool(self.asked_of_training),
-                self.gives,
+                *self._capture_options(pieces),
             )
         no_loss = captured.exported.no_loss
         if no_loss is not None and (asked := self.asked_of_training):
@@ -117,6 +108,37 @@ class Request:
             return captured
         names, held = self.held.names(self.model), self.held
         return captured._replace(program=of_union(captured.program, names, held.parameters(), held.buffers()))
+
+    def _capture_options(self, pieces: int = 1) -> tuple[Any, ...]:
+        """The arguments of a capture beside model, inputs and loss. pieces: as of `capture`."""
+        options = self.options
+        return (
+            options.batch_dims,
+            options.stage_boundaries or (),
+            options.precision,
+            pieces,
+            options.guards,
+            "guard" if options.branches == "select" and self._cut else options.branches,
+            {"expert_imbalance": options.expert_imbalance, "on_overflow": options.on_overflow},
+            bool(self.asked_of_training),
+            self.gives,
+        )
+
+    def captures_like(self, other: Request) -> bool:
+        """Whether both requests capture the same step, where nobody has changed the model between them."""
+        same = ((r.model, r.inputs, r.loss_fn, r.held) for r in (self, other))
+        return (
+            all(a is b for a, b in zip(*same, strict=True))
+            and (self.targets, self.trains) == (other.targets, other.trains)
+            and (self.options.coupled, self._capture_options()) == (other.options.coupled, other._capture_options())
+        )
+
+    @property
+    def captured_tensors(self) -> tuple[Hashable, ...]:
+        """The shapes, kinds and modes of the model that a capture reads, and that whoever has the model may change."""
+        tensors = (*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers())
+        kinds = ((name, t.shape, t.dtype, t.device, t.requires_grad) for name, t in tensors)
+        return (*kinds, *(module.training for module in self.model.modules()))
 
     @property
     def trained(self) -> dict[str, tuple[int, ...]]:
