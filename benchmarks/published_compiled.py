@@ -24,14 +24,15 @@ from autopar.costmodel.estimator.step import estimate_workload
 from autopar.costmodel.estimator.workload import Workload, not_emitted
 from autopar.costmodel.software import Software
 from autopar.errors import AutoparError
+from autopar.exchange.layout import Layout
+from autopar.exchange.to_options import differences, options_of
 from autopar.passes.account.program import account
 from autopar.passes.price.pricer import Pricers
 from benchmarks.published_models import Transformer
 from benchmarks.published_order import Timed, order_in_series, ordered_otherwise, report_order
 from benchmarks.published_rows import Row, measured_step_s
 
-ANY_MEMORY_BYTES = 1e15
-PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": None}
+PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": ""}
 SCHEDULES = {"zb-1p": "zb-h1", "zb-2p": "zb-auto"}
 """The schedules nearest to those that the zero-bubble paper searched for in the memory of 1F1B, and in twice as much."""
 
@@ -67,35 +68,37 @@ def inexpressible(w: Workload) -> str:
 def approximated(w: Workload) -> list[str]:
     """The points in which the plan that `compile` is forced to differs from a row's."""
     p, schedule = w.parallel, schedule_name(w.plan.schedule, w.parallel.vpp)
-    differences = {
+    of_rows = {
         "experts apart over ranks with batches of their own, whole over those that share one": p.ep > 1 and p.cp > 1,
         "attention over a window without sinks": bool(w.model.window),
         f"schedule {schedule} as {SCHEDULES.get(schedule)}": p.pp > 1 and schedule in SCHEDULES,
-        "tensor parallelism with the sequence sharded between products": p.tp > 1 and not p.sequence_parallel,
-        "recomputation without products whose results backward does not read": w.plan.recompute == "full",
     }
-    return [difference for difference, holds in differences.items() if holds]
+    return [*(difference for difference, holds in of_rows.items() if holds), *differences(layout_of(w))]
+
+
+def layout_of(w: Workload) -> Layout:
+    """The layout that a row's plan is; of how many microbatches the workload says, whose rows may differ by one."""
+    p, schedule = w.parallel, schedule_name(w.plan.schedule, w.parallel.vpp)
+    return Layout(
+        dp=p.dp,
+        tp=p.tp,
+        cp=p.cp,
+        ep=p.ep,
+        pp=p.pp,
+        virtual_stages=p.V,
+        schedule=SCHEDULES.get(schedule, schedule) if p.pp > 1 else "",
+        global_batch=w.batch,
+        sequence_parallel=p.sequence_parallel,
+        zero=p.zero,
+        recompute=w.plan.recompute,
+        precision=PRECISIONS[w.precision],
+    )
 
 
 def forced_options(w: Workload) -> autopar.Options:
-    """The options that leave a row's plan alone."""
-    p, zero = w.parallel, f"zero{w.parallel.zero}" if w.parallel.zero else ""
-    schedule = schedule_name(w.plan.schedule, p.vpp)
-    return autopar.Options(
-        mesh={axis: size for axis, size in p.axes.items() if axis == "dp" or size > 1},
-        strategy="-".join(filter(None, ("megatron", zero))) if p.tp > 1 else zero or "dp",
-        pp=p.pp,
-        chunks=p.V if p.pp > 1 else None,
-        schedule=SCHEDULES.get(schedule, schedule) if p.pp > 1 else "auto",
-        microbatches=w.microbatches,
-        recompute=w.plan.recompute,
-        offload="none",
-        precision=PRECISIONS[w.precision],
-        memory_bytes=ANY_MEMORY_BYTES,
-        expert_imbalance=1.0,
-        overlap=False,  # what a framework overlaps its software says
-        explain_s=0.0,
-    )
+    """The options that leave a row's plan alone; what a framework overlaps its software says."""
+    own = autopar.Options(expert_imbalance=1.0, overlap=False)
+    return options_of(layout_of(w), own, microbatches=w.microbatches)
 
 
 def compile_row(row: Row, measured_s: float) -> Compiled:

@@ -1,7 +1,9 @@
 """Format `megatron`: a torchrun command line with Megatron-LM's flags, stages written as `--pipeline-model-parallel-layout`.
 
 Uneven stages are `Et*3|(tt|)*29,m|L`: E the embedding, t a layer, m a head that predicts a further token, L the loss; a bar ends
-a stage, brackets repeat. Ranks are said by torchrun: dp is what the other degrees leave.
+a stage, brackets repeat. Ranks are said by torchrun: dp is what the other degrees leave. Flags that Megatron takes only beside
+others are written with these: its FSDP, which cuts gradients and parameters, has checkpoints of its own; an optimizer in host
+memory is a distributed one; messages of tensor and context parallelism go through one queue of the device.
 """
 
 from __future__ import annotations
@@ -119,6 +121,7 @@ KEYS = (
     flag("sequence_parallel", "sequence_parallel"),
     Key("use_distributed_optimizer", ("zero",), lambda y: y.zero > 0 or None, lambda on: {"zero": 1} if on else {}),
     Key("use_megatron_fsdp", ("zero",), lambda y: y.zero > 1 or None),
+    Key("ckpt_format", ("zero",), lambda y: "fsdp_dtensor" if y.zero > 1 else None),
     Key("data_parallel_sharding_strategy", ("zero",), _zero, _strategy),
     Key(
         "num_distributed_optimizer_instances",
@@ -151,6 +154,7 @@ KEYS = (
         lambda y: y.offload == "optimizer" or None,
         lambda on: {"offload": "optimizer"},
     ),
+    Key("use_precision_aware_optimizer", ("offload",), lambda y: y.offload == "optimizer" or None),
     Key("micro_batch_size", ("micro_batch",), lambda y: y.micro_batch, lambda n: {"micro_batch": n}),
     Key("global_batch_size", ("global_batch",), lambda y: y.global_batch, lambda n: {"global_batch": n}),
     Key("bf16", ("precision",), lambda y: y.precision == "bf16" or None, lambda on: {"precision": "bf16"}),
@@ -170,11 +174,19 @@ def write(layout: Layout, facts: Facts) -> Written:
         if layout.offload in ("all", "parameters")
         else "none"
     )
-    carried = replace(carried, schedule=schedule, offload=offload, stages=layout.stages if uneven(layout) else ())
+    carried = replace(
+        carried,
+        schedule=schedule,
+        offload=offload,
+        stages=layout.stages if uneven(layout) else (),
+        zero=max(layout.zero, 1) if offload == "optimizer" else layout.zero,
+        overlap_parameters=layout.overlap_parameters if layout.zero and layout.overlap_gradients else None,
+    )
     apart = () if uneven(layout) else (replace(layout, stages=()),)
     ranks = carried.ranks or 1
     per_node = min(facts.per_node, ranks)
-    lines = [f"torchrun --nnodes {max(1, ranks // per_node)} --nproc-per-node {per_node} pretrain_gpt.py"]
+    one_queue = ["CUDA_DEVICE_MAX_CONNECTIONS=1"] if carried.tp * carried.cp > 1 and carried.zero < 2 else []
+    lines = [*one_queue, f"torchrun --nnodes {max(1, ranks // per_node)} --nproc-per-node {per_node} pretrain_gpt.py"]
     for name, value in write_keys(KEYS, carried).items():
         lines.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {shlex.quote(str(value))}"))
     text = " \\\n    ".join(lines) + "\n"
@@ -234,4 +246,4 @@ def _value(word: str) -> Any:
     return int(word) if re.fullmatch(r"[0-9]{1,15}", word) else word
 
 
-FORMAT = Format("megatron", "Megatron-LM core 0.16", write, read)
+FORMAT = Format("megatron", "megatron-core 0.19.2", write, read)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from autopar.exchange.layout import Layout
+
 
 class Run(NamedTuple):
     """dp, tp, pp, cp, ep: degrees; vpp: chunks per stage (0: not said); zero: stage of ZeRO; batches in sequences."""
@@ -90,3 +92,23 @@ RUNS = (
     Run("mcore-ci-gpt3_mcore_cp2_pp2_ep2_te_4experts2", 2, 1, 2, 2, 2, 0, True, 0, 4, 32, "none", "bf16", 12),
 )
 # fmt: on
+
+
+def layout_of(run: Run) -> Layout:
+    """The layout of a run."""
+    schedule = "" if run.pp == 1 else "interleaved" if run.vpp > 1 else "1f1b"
+    return Layout(
+        dp=run.dp,
+        tp=run.tp,
+        cp=run.cp,
+        ep=run.ep,
+        pp=run.pp,
+        virtual_stages=max(1, run.vpp),
+        schedule=schedule,
+        sequence_parallel=run.sequence_parallel,
+        zero=run.zero,
+        micro_batch=run.micro_batch,
+        global_batch=run.global_batch,
+        recompute=run.recompute,
+        precision=run.precision,
+    )

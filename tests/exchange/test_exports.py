@@ -17,6 +17,7 @@ from autopar.exchange.formats import FORMATS
 from autopar.exchange.from_plan import layout_of
 from autopar.exchange.layout import StageUnits
 from tests.exchange.cases import PLANS, STEPS, batch_of, program_of
+from tests.exchange.megatron_table import faults
 from tests.zoo.models import BY_NAME
 from tests.zoo.programs import compiled_zoo
 
@@ -77,6 +78,8 @@ def test_every_format_says_what_it_loses_and_costs(name: str, llama: autopar.Pro
         ast.parse(exported.files[0].read_text())
     else:
         assert exported.unpriced in str(exported)
+    if name == "megatron":
+        assert faults(exported.files[0].read_text()) == []
 
 
 def test_a_layout_that_says_the_plan_costs_what_the_plan_does(tmp_path: Path) -> None:

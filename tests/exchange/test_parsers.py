@@ -10,29 +10,10 @@ import pytest
 
 from autopar.exchange import deepspeed, torchtitan, tp_plan
 from autopar.exchange.keys import Facts
-from autopar.exchange.layout import Layout
-from tests.exchange.published import RUNS, Run
+from tests.exchange.published import RUNS, Run, layout_of
 
 pytestmark = pytest.mark.slow
 every_run = pytest.mark.parametrize("run", RUNS, ids=lambda run: run.id)
-
-
-def layout_of(run: Run) -> Layout:
-    schedule = "" if run.pp == 1 else "interleaved" if run.vpp > 1 else "1f1b"
-    return Layout(
-        dp=run.dp,
-        tp=run.tp,
-        cp=run.cp,
-        ep=run.ep,
-        pp=run.pp,
-        virtual_stages=max(1, run.vpp),
-        schedule=schedule,
-        zero=run.zero,
-        micro_batch=run.micro_batch,
-        global_batch=run.global_batch,
-        recompute=run.recompute,
-        precision=run.precision,
-    )
 
 
 @every_run

@@ -39,7 +39,7 @@ def megatron_flags(run: Run) -> dict[str, Any]:
     flags |= {"sequence_parallel": True} if run.sequence_parallel else {}
     flags |= {"use_distributed_optimizer": True} if run.zero else {}
     if run.zero > 1:
-        flags |= {"use_megatron_fsdp": True}
+        flags |= {"use_megatron_fsdp": True, "ckpt_format": "fsdp_dtensor"}
         flags |= {"data_parallel_sharding_strategy": {2: "optim_grads", 3: "optim_grads_params"}[run.zero]}
     flags |= {"recompute_granularity": run.recompute} if run.recompute != "none" else {}
     flags |= {"recompute_method": "uniform", "recompute_num_layers": 1} if run.recompute == "full" else {}
