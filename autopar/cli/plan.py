@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import autopar.api
-from autopar.cli import price
+from autopar.cli import pareto, price
 from autopar.cli.asked_model import arguments_of
 from autopar.cli.cluster_argument import read_cluster
 from autopar.errors import AutoparError, InputError
@@ -55,11 +55,12 @@ def parser() -> argparse.ArgumentParser:
         help=f"write the plan in a format of {', '.join(FORMATS)}; may be given again",
     )
     plan.add_argument("--json", action="store_true", help="meshes, seconds and bytes as JSON in place of the report")
+    pareto.add_arguments(plan)
     return commands
 
 
-def planned(args: argparse.Namespace) -> ParallelProgram:
-    """The program that the command line asks for. Raises AutoparError."""
+def asked(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `compile` that the command line stands for. Raises AutoparError."""
     cluster = read_cluster(args.cluster, args.nodes)
     arguments = arguments_of(args.model, args.batch or cluster.size, args.sequence, args.precision)
     options = {"precision": args.precision, "strategy": args.strategy, "pp": args.pp}
@@ -68,7 +69,12 @@ def planned(args: argparse.Namespace) -> ParallelProgram:
         raise InputError(
             f"{args.model} gives options itself; leave out --{', --'.join(given)}, or the function's options"
         )
-    return autopar.api.compile(cluster=cluster, **{"options": Options(**given), **arguments})
+    return {"cluster": cluster, "options": Options(**given), **arguments}
+
+
+def planned(args: argparse.Namespace) -> ParallelProgram:
+    """The program that the command line asks for. Raises AutoparError."""
+    return autopar.api.compile(**asked(args))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -77,6 +83,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.command == "price":
             print(price.run(args))
+            return 0
+        if pareto.is_asked(args):
+            print(pareto.run(args, asked(args)))
             return 0
         program = planned(args)
         exported = [program.export(name, path) for name, path in args.export]
