@@ -40,9 +40,10 @@ def is_asked(args: argparse.Namespace) -> bool:
     """Whether a command line is for this. Raises InputError for arguments that do not go together."""
     if not args.pareto and (args.plot is not None or args.halvings is not None):
         raise InputError("--plot and --halvings are of --pareto; give that too")
-    if args.pareto and (args.out is not None or args.export):
+    if args.pareto and (args.out is not None or args.export or args.memory_snapshot):
         raise InputError(
-            "--out and --export write one plan, --pareto finds several; leave them out: --json has every row's plan"
+            "--out, --export and --memory-snapshot are of one plan, --pareto finds several; leave them out: --json has every "
+            "row's plan"
         )
     return bool(args.pareto)
 

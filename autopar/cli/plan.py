@@ -54,6 +54,14 @@ def parser() -> argparse.ArgumentParser:
         metavar=("FORMAT", "PATH"),
         help=f"write the plan in a format of {', '.join(FORMATS)}; may be given again",
     )
+    plan.add_argument(
+        "--memory-snapshot",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("RANK", "PATH"),
+        help="write the predicted memory of a rank over a step as a pickle for pytorch.org/memory_viz; may be given again",
+    )
     plan.add_argument("--json", action="store_true", help="meshes, seconds and bytes as JSON in place of the report")
     pareto.add_arguments(plan)
     return commands
@@ -89,6 +97,10 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         program = planned(args)
         exported = [program.export(name, path) for name, path in args.export]
+        for rank, path in args.memory_snapshot:
+            if not rank.isdecimal():
+                raise InputError(f"--memory-snapshot takes the number of a rank and a path, not {rank!r}")
+            program.memory_snapshot(path, rank=int(rank))
     except AutoparError as error:
         print(f"autopar: {error}", file=sys.stderr)
         return 2

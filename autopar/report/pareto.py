@@ -206,7 +206,7 @@ def pareto_of(options: Sequence[Option], decided: Sequence[tuple[Option, Decisio
 
 
 def _best_in(own: Costs, all_costs: Sequence[Costs]) -> tuple[str, ...]:
-    """Of what a plan takes least."""
+    """The costs of which a plan has the least."""
     joules = [one.energy_J for one in all_costs if one.energy_J is not None]
     best = {
         "seconds": own.step_s == min(one.step_s for one in all_costs),
