@@ -6,7 +6,7 @@ _HERE = Path(__file__).parent
 if not (_HERE / "passes").is_dir():  # a checkout: passes, costmodel and codegen lie beside this folder
     __path__.append(str(_HERE.parent))
 
-from autopar.api import compile
+from autopar.api import compile, pareto
 from autopar.capture.known.known_blocks import forward_of
 from autopar.cluster import ClusterSpec
 from autopar.compiled import Prediction
@@ -82,6 +82,7 @@ __all__ = [
     "linear_scan",
     "load",
     "parallelize",
+    "pareto",
     "random_plan",
     "register_op",
     "verify",

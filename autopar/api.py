@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,11 +16,11 @@ from torch import nn
 from autopar.capture.examples.buckets import Sizes
 from autopar.capture.examples.default_device import with_cpu_as_default
 from autopar.capture.examples.inputs import LossFunction
-from autopar.cluster import ClusterSpec
+from autopar.cluster import ClusterSpec, resized
 from autopar.cluster.arrangement import arranged, arrangements, placement_onto
 from autopar.codegen.factories import named_rule
-from autopar.compiled import Known
-from autopar.errors import EmitError, InputError, NoRoomError, PlanError
+from autopar.compiled import Decision, Known
+from autopar.errors import ConstraintError, EmitError, InputError, NoRoomError, PlanError
 from autopar.forms import captured_for, laid_out_as, setting_for, with_forms, with_others
 from autopar.ir.memory_levers import forced_offload
 from autopar.ir.program import Program
@@ -32,6 +33,7 @@ from autopar.passes.order.ordered import in_order
 from autopar.passes.order.refused import NotOrdered
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.search.best_plans import search_plans
+from autopar.passes.search.frontier import HALVINGS, Option, comparable, not_beaten, options_of, whole_parts
 from autopar.passes.search.idle import planned_ranks
 from autopar.passes.search.infrequent_gc import infrequent_gc
 from autopar.passes.search.overlap import overlapped
@@ -42,7 +44,9 @@ from autopar.passes.search.task import RankedPlans, Task
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import Plan
 from autopar.program import ParallelProgram, emit
+from autopar.report.pareto import Pareto, pareto_of
 from autopar.request import Request, checked_options, make_request
+from autopar.runtime.data.schema import is_integer, shown
 from autopar.runtime.update.update_rule import ClipNorm, LossScaling, OptimizerFactory, SchedulerFactory, UpdateRule
 
 
@@ -138,6 +142,77 @@ def request_of(
     options = checked_options(options)
     update = update_rule(optimizer, scheduler, clip_grad_norm, clip_grad_value, loss_scaling, options.compensated_sums)
     return make_request(model, cluster, example_inputs, loss_fn, update, options, plan, buckets, pad_values, entries)
+
+
+@with_suggestions
+@with_cpu_as_default
+def pareto(
+    model: nn.Module,
+    cluster: ClusterSpec | str | Path,
+    example_inputs: Any,
+    *,
+    loss_fn: LossFunction | None = None,
+    optimizer: OptimizerFactory | UpdateRule | None = None,
+    scheduler: SchedulerFactory | None = None,
+    clip_grad_norm: float | ClipNorm | None = None,
+    clip_grad_value: float | None = None,
+    loss_scaling: bool | LossScaling = False,
+    options: Options | None = None,
+    halvings: int = HALVINGS,
+) -> Pareto:
+    """The plans that no other plan beats in seconds of a step, bytes of a rank, devices and joules at once.
+
+    They are sought on the cluster and on its first 1, 2, 4, … nodes (of one node: devices), within the memory that there is and
+    within less: so often (halvings, 0 to 8) the half of what the fastest plan takes. The step is captured once. A row's plan is
+    compiled by `compile(model, row.cluster, …, plan=row.plan)`. Other arguments are those of `compile`. Raises what it raises.
+    """
+    request = request_of(
+        model,
+        cluster,
+        example_inputs,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        clip_grad_norm=clip_grad_norm,
+        clip_grad_value=clip_grad_value,
+        loss_scaling=loss_scaling,
+        options=options,
+        plan=None,
+        buckets=None,
+        pad_values=None,
+    )
+    if not is_integer(halvings, 0, 8):
+        raise InputError(f"pareto: halvings is a whole number from 0 to 8, not {shown(halvings)}")
+    return pareto_of_request(request, halvings)
+
+
+def pareto_of_request(request: Request, halvings: int) -> Pareto:
+    """The plans of a request that no other plan beats: `pareto` once its arguments are checked."""
+    rules = RuleBook()
+    batches = _ordered(request, Microbatches(request.capture(), rules, request.capture_apart))
+    program = batches.at(request.options.microbatches or 1)
+
+    def task_on(part: Request) -> Task:
+        setting, order = _setting(part, program, part.cluster.size), _forced_order(part) or 0
+        return Task(program, arrangements(part.cluster)[0].cluster, rules, setting, part.options, batches, order=order)
+
+    looked_at: list[Option] = []
+    with infrequent_gc():
+        for ranks in whole_parts(request.cluster):
+            with suppress(InputError, ConstraintError):  # there are too few ranks for what the options ask for
+                part = request if ranks == request.cluster.size else request.on_part(resized(request.cluster, ranks))
+                looked_at += options_of(task_on(part), request.batch, part.cluster, halvings)
+        if not looked_at:
+            _searched(task_on(request), request.batch, lambda ranks: _setting(request, program, ranks))
+        looked_at = comparable(looked_at)
+        return pareto_of(looked_at, [_decided(option) for option in not_beaten(looked_at)])
+
+
+def _decided(option: Option) -> tuple[Option, Decision]:
+    """An option with its plan as `compile` would give it."""
+    task, listed = option.task, option.cluster
+    best = replace(option.plan, plan=_of_cluster(option.plan.plan, task, listed))
+    return option, Decision.of(task, _on_ranks(task, best, placement_onto(listed, task.cluster)), ())
 
 
 def compile_request(request: Request, known: Known | None = None) -> ParallelProgram:

@@ -18,6 +18,7 @@ from autopar.ir.lowered import LoweredProgram, LoweredStage
 from autopar.ir.program import Program
 from autopar.ir.setting import Setting
 from autopar.options import Options
+from autopar.passes.account.energy import step_energy_J
 from autopar.passes.account.program import Account
 from autopar.passes.account.spent import Spent, spent
 from autopar.passes.batch.microbatches import Microbatches
@@ -60,11 +61,13 @@ class Known:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction of the cost model for a plan on one rank."""
+    """The prediction of the cost model for a plan: seconds and bytes of one rank, and joules of a step on all its devices (None:
+    what they draw is not known)."""
 
     step_time_s: Seconds
     peak_bytes: Bytes
     comm_time_s: Seconds
+    energy_J: Annotated[float, number(0)] | None = None
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,8 @@ class Decision:
         """The decision for a plan, lowered and accounted for, before others of the task."""
         account = best.account
         assert account is not None
-        predicted = Prediction(account.step_time_s, account.peak_bytes, account.comm_time_s)
+        energy_J = step_energy_J(best.plan, account, task.cluster)
+        predicted = Prediction(account.step_time_s, account.peak_bytes, account.comm_time_s, energy_J)
         precision = task.options.precision or ""
         alternatives = tuple(
             Alternative(
@@ -146,7 +150,8 @@ class Decision:
             )
             for other in others
         )
-        plan = replace(best.plan, predicted=asdict(predicted), precision=precision)
+        known = {name: value for name, value in asdict(predicted).items() if value is not None}
+        plan = replace(best.plan, predicted=known, precision=precision)
         solver = SolverFacts.of(best, task.rules)
         return Decision(plan, predicted, alternatives, solver, task.setting, task.rules, account)
 

@@ -40,6 +40,7 @@ from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import Plan, check_plan, checked_plan
 from autopar.report import facts, report
 from autopar.report.candidates import ruled_out_stages, worth_measuring
+from autopar.report.memory_snapshot import write_memory_snapshot
 from autopar.report.other_machines import on_clusters, where_slower
 from autopar.report.page import page_html, write_page
 from autopar.report.predicted_vs_measured import Profile, predicted_vs_measured_text
@@ -84,6 +85,11 @@ class ParallelProgram(Compiled):
         """Write the plan as a page: one HTML file that needs nothing else. profile: what `run(…, profile=True)` recorded, to
         stand beside the prediction. Raises EmitError where the file cannot be written."""
         return write_page(page_html(facts(self), self.plan, profile), path)
+
+    def memory_snapshot(self, path: str | Path, *, rank: int = 0) -> Path:
+        """Write the predicted life of a rank's tensors over a step in the form of `torch.cuda.memory._dump_snapshot`, which
+        pytorch.org/memory_viz shows. Raises InputError for a rank that there is not, EmitError where it cannot be written."""
+        return write_memory_snapshot(self, path, rank)
 
     @with_cpu_as_default
     def save(

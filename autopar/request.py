@@ -227,6 +227,10 @@ class Request:
         )
         return self.searched_on(cluster, options)
 
+    def on_part(self, cluster: ClusterSpec) -> Request:
+        """The same step under the same options on a part of its cluster. Raises InputError where they do not allow it."""
+        return self.searched_on(cluster, self.options)
+
     def searched_on(self, cluster: ClusterSpec, options: Options) -> Request:
         """The same step on a cluster, its plan to be searched. Raises InputError."""
         request = replace(self, cluster=as_computed(cluster, options), options=options, plan=None)

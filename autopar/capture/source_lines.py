@@ -28,6 +28,12 @@ def source_of(node: fx.Node) -> str:
     return f"{path} · {place}" if path else place
 
 
+def place_in(source: str) -> tuple[str, int] | None:
+    """The file and line that `source_of` names; None where it names none."""
+    found = re.match(r"(?:.* · )?([^\s/:]+):(\d+): ", source)
+    return None if found is None else (found[1], int(found[2]))
+
+
 def own_path(path: str) -> str:
     """A module's path below the user's model, which torch.export holds as `model`."""
     return "" if path == "model" else path.removeprefix("model.")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import autopar.api
-from autopar.cli import changes_asked, price
+from autopar.cli import changes_asked, pareto, price
 from autopar.cli.asked_model import arguments_of
 from autopar.cli.cluster_argument import read_cluster
 from autopar.errors import AutoparError, InfeasibleError, InputError
@@ -59,8 +59,17 @@ def parser() -> argparse.ArgumentParser:
         metavar=("FORMAT", "PATH"),
         help=f"write the plan in a format of {', '.join(FORMATS)}; may be given again",
     )
+    plan.add_argument(
+        "--memory-snapshot",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("RANK", "PATH"),
+        help="write the predicted memory of a rank over a step as a pickle for pytorch.org/memory_viz; may be given again",
+    )
     plan.add_argument("--json", action="store_true", help="meshes, seconds and bytes as JSON in place of the report")
     changes_asked.add_arguments(plan)
+    pareto.add_arguments(plan)
     return commands
 
 
@@ -87,6 +96,9 @@ def main(argv: list[str] | None = None) -> int:
             print(price.run(args))
             return 0
         arguments = asked(args)
+        if pareto.is_asked(args):
+            print(pareto.run(args, arguments))
+            return 0
         try:
             program = autopar.api.compile(**arguments)
         except InfeasibleError as error:
@@ -99,6 +111,10 @@ def main(argv: list[str] | None = None) -> int:
             print(changes_asked.comparison(program, args))
             return 0
         exported = [program.export(name, path) for name, path in args.export]
+        for rank, path in args.memory_snapshot:
+            if not rank.isdecimal():
+                raise InputError(f"--memory-snapshot takes the number of a rank and a path, not {rank!r}")
+            program.memory_snapshot(path, rank=int(rank))
     except AutoparError as error:
         print(f"autopar: {error}", file=sys.stderr)
         return 2
@@ -120,6 +136,7 @@ def facts(program: ParallelProgram) -> dict[str, Any]:
         "schedule": program.plan.schedule,
         "step_time_s": predicted.step_time_s,
         "peak_bytes": predicted.peak_bytes,
+        "energy_J": predicted.energy_J,
         "seconds": dict(program.timings),
     }
 

@@ -145,7 +145,8 @@ NO_TIERS = "describe tiers in the cluster file (`tiers: usual`, or their figures
 class DeviceSpec:
     """One device. FLOP/s, bytes, bytes/s, seconds. host_bandwidth_Bps: to the host's memory, one direction. tiers: memory
     beyond its own that a rank on it may use, fastest first (none: everything rests on the device). kernels: seconds of ops as
-    they were measured on it, where they were. architecture: as compilers name it ("sm90"), by which kernels are chosen."""
+    they were measured on it, where they were. architecture: as compilers name it ("sm90"), by which kernels are chosen.
+    busy_watts: what it draws while it computes; idle_watts: while it waits, where that was published (None: not known)."""
 
     name: str
     peak_flops: Mapping[Dtype, Rate]
@@ -158,6 +159,8 @@ class DeviceSpec:
     tiers: Tiers = field(default=(), metadata=SPARSE)
     kernels: KernelTimes | None = field(default=None, metadata=SPARSE)
     architecture: Architecture = field(default="", metadata=SPARSE)
+    busy_watts: Rate | None = field(default=None, metadata=SPARSE)
+    idle_watts: Rate | None = field(default=None, metadata=SPARSE)
 
     def __post_init__(self) -> None:
         check_fields(self, "device")

@@ -119,7 +119,8 @@ class ClusterSpec(Description):
 
     def fingerprint(self) -> str:
         """A short hash of everything a plan depends on; equal descriptions have equal fingerprints."""
-        text = json.dumps(replace(self, reliability=None).to_dict(), sort_keys=True)
+        devices = tuple((n, replace(device, busy_watts=None, idle_watts=None)) for n, device in self.devices)
+        text = json.dumps(replace(self, devices=devices, reliability=None).to_dict(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:

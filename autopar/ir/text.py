@@ -17,6 +17,14 @@ def time_text(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} µs"
 
 
+def energy_text(joules: float) -> str:
+    """`1.2 kJ`."""
+    for unit, scale in (("GJ", 1e9), ("MJ", 1e6), ("kJ", 1e3), ("J", 1.0)):
+        if joules >= scale:
+            return f"{joules / scale:.3g} {unit}"
+    return f"{joules * 1e3:.3g} mJ"
+
+
 def short_op(op: str) -> str:
     """An op's name without the parts that all have in common."""
     return op.removeprefix("aten.").removeprefix("autopar.").removesuffix(".default")

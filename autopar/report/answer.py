@@ -7,7 +7,8 @@ from dataclasses import fields
 from autopar.cluster.process import fragmentation, process_bytes
 from autopar.codegen.pipeline import batch_shapes
 from autopar.compiled import Alternative, Compiled
-from autopar.ir.text import size_text, time_text
+from autopar.ir.program import Program
+from autopar.ir.text import energy_text, size_text, time_text
 from autopar.passes.account.spent import Spent, spent
 from autopar.report.machines import machine_facts
 from autopar.report.program_facts import RoomFacts, WorkFacts
@@ -28,20 +29,25 @@ SHOWN = 0.05
 """Causes of less than this share of a difference are not named."""
 
 
-def work_facts(program: Compiled) -> WorkFacts:
-    """The work of a step, and its rate."""
-    ir, step_s = program.ir, program.decision.predicted.step_time_s
-    shapes = batch_shapes(ir, program.plan.microbatches)
+def batch_of(ir: Program, microbatches: int) -> tuple[int | None, int | None]:
+    """Samples and tokens of a step of so many microbatches, of which the program is one; None where there are none."""
+    shapes = batch_shapes(ir, microbatches)
     samples = [shape[dim] for shape, dim in zip(shapes, ir.batch_dims, strict=True) if dim is not None]
     counts = [
         tokens_of_shape(shape, str(type_.dtype).removeprefix("torch."))
         for shape, (_, type_) in zip(shapes, ir.inputs, strict=True)
     ]
-    tokens, peak_s = max(counts, default=0), machine_facts(program).peak_s
+    return max(samples, default=None), max(counts, default=0) or None
+
+
+def work_facts(program: Compiled) -> WorkFacts:
+    """The work of a step, and its rate."""
+    step_s, peak_s = program.decision.predicted.step_time_s, machine_facts(program).peak_s
+    samples, tokens = batch_of(program.ir, program.plan.microbatches)
     return WorkFacts(
         program.plan.ranks,
-        max(samples, default=None),
-        tokens or None,
+        samples,
+        tokens,
         tokens / step_s if tokens and step_s > 0 else None,
         peak_s / step_s if peak_s is not None and step_s > 0 and program.training else None,
     )
@@ -84,6 +90,22 @@ def work_text(work: WorkFacts) -> str:
     shown += [rate_text(work.tokens_per_s)] if work.tokens_per_s is not None else []
     shown += [f"MFU {work.mfu:.1%}"] if work.mfu is not None else []
     return f"{', '.join(shown)} on {work.devices:,} devices".strip()
+
+
+def energy_line(program: Compiled) -> str | None:
+    """`energy: at most 1.2 kJ a step, 0.31 mWh a token (700 W a device)`; None where nobody published what a device draws."""
+    joules, tokens = program.decision.predicted.energy_J, work_facts(program).tokens
+    if joules is None:
+        return None
+    each = f", {1000 * joules / 3600 / tokens:.3g} mWh a token" if tokens else ""
+    watts = {device.name: device for _, device in program.cluster.devices}
+    drawn = ", ".join(
+        f"{name} {device.busy_watts:g} W" + (f", waiting {device.idle_watts:g} W" if device.idle_watts else "")
+        for name, device in watts.items()
+    )
+    most = any(device.idle_watts is None for device in watts.values())
+    waiting = "; one that waits is counted like one that computes, as no idle watts are known" if most else ""
+    return f"energy: {'at most ' if most else ''}{energy_text(joules)} a step{each} ({drawn}{waiting})"
 
 
 def rate_text(tokens_per_s: float) -> str:

@@ -14,7 +14,7 @@ from autopar.ir.spec import Spec
 from autopar.ir.text import size_text, time_text
 from autopar.passes.account.spent import spent
 from autopar.passes.search.placement import placement_gain
-from autopar.report.answer import room_facts, spent_text, why_not, work_facts, work_text
+from autopar.report.answer import energy_line, room_facts, spent_text, why_not, work_facts, work_text
 from autopar.report.long_run import DAYS, long_run
 from autopar.runtime.comm.mesh import Shares
 
@@ -49,6 +49,7 @@ def report(program: Compiled) -> str:
         + ")",
         *_room(program),
         f"rate: {work_text(work_facts(program))}",
+        *filter(None, [energy_line(program)]),
         f"a step is {spent_text(spent(program.account))}",
         *_idle(program),
         *_shares(program),

@@ -198,7 +198,7 @@ def _worst(
     An action needs its moment's peak, or what it leaves; what it receives is posted before the one ahead of it runs, and what it
     sends is there until the receives of the action after the next are posted.
     """
-    moments = _moments(row, stages)
+    moments = moments_of(row, stages)
     after_F, after_B = (
         [float(memory.actions[k].after) if k in memory.actions else 0.0 for memory in stages] for k in "FB"
     )
@@ -255,7 +255,7 @@ def peak_kinds(lowered: LoweredProgram, stages: list[StageMemory]) -> dict[str, 
     return largest
 
 
-def _moments(row: Sequence[Action], stages: Sequence[StageMemory]) -> list[Moment]:
+def moments_of(row: Sequence[Action], stages: Sequence[StageMemory]) -> list[Moment]:
     """The moment of every action of a group: a stage's first and last of a kind differ from those between."""
     left: dict[tuple[int, str], int] = {}
     for action in row:
@@ -281,7 +281,7 @@ def tier_peaks(graph: StageGraph, table: Table, stages: Sequence[StageMemory]) -
                 now[tier] = now.get(tier, 0.0) + sum(kinds.values())
         resting, worst = dict(now), dict(now)
         parked: dict[tuple[int, int], dict[str, int]] = {}
-        for action, moment in zip(row, _moments(row, stages), strict=True):
+        for action, moment in zip(row, moments_of(row, stages), strict=True):
             before = parked.get((action.stage, action.microbatch), {})
             parked[action.stage, action.microbatch] = moment.parked
             for tier in {*before, *moment.parked, *moment.sums_parked}:

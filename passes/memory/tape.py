@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.ir.lines import Function, GoOn, Start, Wait
+from autopar.ir.lines import Function, GoOn, Line, Start, Wait
 from autopar.passes.memory.probe import Probe
 from autopar.passes.played.tensors import Effect, Layout
 
@@ -28,7 +28,7 @@ NOTHING = LiveValue(-1, None)
 
 class Machine:
     """Storages with their bytes and how many hold each. alive: bytes now; top: the most since it was set; parked: bytes
-    now in memory tiers, by tier; tier: which storages are there."""
+    now in memory tiers, by tier; tier: which storages are there; line: that is run now."""
 
     def __init__(self) -> None:
         self.size: list[int] = []
@@ -37,6 +37,7 @@ class Machine:
         self.top = 0
         self.parked: dict[str, int] = {}
         self.tier: dict[int, str] = {}
+        self.line: Line | None = None
 
     def new(self, nbytes: int) -> int:
         """A storage that nobody holds yet."""
@@ -47,7 +48,7 @@ class Machine:
 
     def park(self, nbytes: int, tier: str) -> int:
         """A storage in a tier that nobody holds yet."""
-        block = self.new(nbytes)
+        block = Machine.new(self, nbytes)
         self.alive -= nbytes
         self.parked[tier] = self.parked.get(tier, 0) + nbytes
         self.tier[block] = tier
@@ -90,6 +91,7 @@ class Event:
     fresh: tuple[int, ...]
     outs: tuple[tuple[int, int, int], ...]
     dropped: tuple[int, ...]
+    line: Line
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,9 @@ def tape(function: Function, returned: Sequence[str | None], layouts: Sequence[L
             slot = slots.setdefault(name, len(slots))
             layout_of[name] = out.layout
             outs.append((slot, slots[names[out.alias]] if out.alias >= 0 else -1, out.fresh))
-        events.append(Event(effect.peak, effect.fresh, tuple(outs), tuple(slots[n] for n in dropped if n in slots)))
+        events.append(
+            Event(effect.peak, effect.fresh, tuple(outs), tuple(slots[n] for n in dropped if n in slots), line)
+        )
     ends = tuple(slots.get(n, -1) if n else -1 for n in returned)
     return Tape(len(slots), tuple(events), ends, tuple(layout_of.get(n) if n else None for n in returned))
 
@@ -152,8 +156,8 @@ def play(machine: Machine, played: Tape, arguments: Sequence[int], taken: Sequen
     for block in taken:
         machine.drop(block)
     for event in played.events:
-        if machine.alive + event.peak > machine.top:
-            machine.top = machine.alive + event.peak
+        machine.line = event.line
+        machine.peak(event.peak)
         fresh = [machine.new(n) for n in event.fresh]
         for slot, alias, number in event.outs:
             block = frame[alias] if alias >= 0 else fresh[number] if number >= 0 else -1

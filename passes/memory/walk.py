@@ -15,6 +15,7 @@ from autopar.ir.fusion import fuse_bias
 from autopar.ir.lines import Function, GatherKey, Line, Ref, Stored
 from autopar.ir.lowered import BoundaryEnd, LoweredStage, LoweredTemplate
 from autopar.passes.memory.probe import GatheredShard, Probe, local
+from autopar.passes.memory.recorder import Handed, Recorded, Recorder
 from autopar.passes.memory.tape import NOTHING, LiveValue, Machine, Tape, dropped_after, play, tape
 from autopar.passes.played.tensors import Layout
 
@@ -71,6 +72,17 @@ def action_bytes(stage: LoweredStage, probe: Probe | None = None) -> dict[str, A
     }
 
 
+def recorded_actions(stage: LoweredStage, probe: Probe) -> dict[str, tuple[ActionBytes, list[Recorded]]]:
+    """The same with all that happens to storages while each is played."""
+    recorder = Recorder()
+    walk, actions = _RecordedWalk(stage, probe, recorder), dict[str, tuple[ActionBytes, list[Recorded]]]()
+    for action, function in zip("FBW", (stage.forward, stage.backward, stage.weights), strict=True):
+        if function is not None:
+            recorder.happened = []
+            actions[action] = walk.run(function, action), recorder.happened
+    return actions
+
+
 def kept_by_call(stage: LoweredStage, probe: Probe | None = None) -> tuple[Machine, dict[int, list[LiveValue]]]:
     """The machine at the end of a microbatch's F, and the values on it that each call keeps for its backward, by its number."""
     walk = _Walk(stage, probe or Probe(stage.mesh))
@@ -96,9 +108,9 @@ def held_by_call(stage: LoweredStage, probe: Probe | None = None) -> dict[int, i
 class _Walk:
     """The machine, what local names stand for, and what one action leaves for the next (`kept`)."""
 
-    def __init__(self, stage: LoweredStage, probe: Probe) -> None:
+    def __init__(self, stage: LoweredStage, probe: Probe, machine: Machine | None = None) -> None:
         self.stage, self.probe = stage, probe
-        self.machine = Machine()
+        self.machine = machine or Machine()
         self.names: dict[str, Binding] = {}
         self.layouts: dict[str, Layout | None] = {}
         self.started: dict[GatherKey, tuple[int, tuple[GatheredShard, ...]]] = {}
@@ -116,6 +128,7 @@ class _Walk:
         machine.top = machine.alive
         returned, handed = {n for n in function.returns if n}, False
         for line, dropped in zip(function.lines, dropped_after(function, returned), strict=True):
+            machine.line = line
             if isinstance(line, ir.AddGradient):
                 self._hand_over(line, dropped, handed)
             else:
@@ -336,6 +349,15 @@ class _Walk:
     def _release(self, value: Binding) -> None:
         for one in value if isinstance(value, list) else [value]:
             self.machine.drop(one.block)
+
+
+class _RecordedWalk(_Walk):
+    """The same, noting when gradients go to the store."""
+
+    def _hand_over(self, line: ir.AddGradient, dropped: tuple[str, ...], at_once: bool) -> None:
+        super()._hand_over(line, dropped, at_once)
+        assert isinstance(self.machine, Recorder)
+        self.machine.happened.append(Handed(len(self.gradients) - 1))
 
 
 def _taped(template: LoweredTemplate, action: str, layouts: tuple[Layout | None, ...], probe: Probe) -> Tape:

@@ -29,7 +29,7 @@ _BUDGETS = 4
 """Budgets that are tried in turn."""
 _MARGIN = 1.02
 """A budget shrinks by a little more than what was too much."""
-_CLOSE = 1.001
+CLOSE = 1.001
 """A bound may be this much above what the plan takes: conversions that readers share are bounded as often as they are read."""
 _MEMORY_DECIDED = ("priced memory", "memory row")
 """Methods of a `Solution` that say that the fastest assignment did not fit."""
@@ -70,10 +70,10 @@ def _fastest_first(
     """The candidates, of which the first fits, with the fastest one that fits in front: others are lowered where their bound
     is better than the best step so far. finished: the candidates lowered."""
     best, others = finished[0], dict(enumerate(candidates[1:], 1))
-    hopeless = {i for i, candidate in others.items() if candidate.step_s >= _CLOSE * best.step_s}
+    hopeless = {i for i, candidate in others.items() if candidate.step_s >= CLOSE * best.step_s}
     finished.leave_out(hopeless)
     for i in sorted(others.keys() - hopeless):
-        if others[i].step_s < _CLOSE * best.step_s:
+        if others[i].step_s < CLOSE * best.step_s:
             others[i] = finished[i]
             faster = others[i].step_s < best.step_s
             if faster and task.short_bytes(others[i].plan, account_of(others[i])) <= 0:
