@@ -48,11 +48,11 @@ def limits(account: Account, rooflines: Sequence[Roofline]) -> tuple[dict[str, f
         own = {limit: sum(stages[s].get(limit, 0.0) for s in group) for limit in LIMITS if limit != "input"}
         moved_s = min(sum(_moved_at_end_s(account.stages[s], m) for s in group), once.rest_s)
         busy_s = sum(own.values())
-        own["bubble"] += max(step.span_s - busy_s, 0.0) + step.once_s - once.once_s
+        own["bubble"] += max(step.span_s - busy_s, 0.0) + max(step.once_s - once.once_s, 0.0)
         own["message"] += once.parameters_s
         own["memory"] += once.optimizer_s
         own["tiers"] += moved_s
-        own["overhead"] += once.rest_s - moved_s + max(step.overhead_s, 0.0)
+        own["overhead"] += max(once.rest_s - moved_s, 0.0) + max(step.overhead_s, 0.0)
         parts.append(own)
     return tuple(parts)
 
@@ -68,7 +68,7 @@ def stage_limits(stage: StageAccount, roofline: Roofline, microbatches: int, sof
         "tiers": sum(bill.waits_s.values()),
         "host": roofline.launch_s + waited_s,
     }
-    return {limit: microbatches * seconds for limit, seconds in each.items()}
+    return {limit: microbatches * max(seconds, 0.0) for limit, seconds in each.items()}
 
 
 def _read(bill: StageBill, software: Software) -> tuple[float, float, float]:

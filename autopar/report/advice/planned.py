@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from autopar.cluster import ClusterSpec
 from autopar.compiled import Compiled
 from autopar.errors import AutoparError, InputError
 from autopar.ir.text import time_text
@@ -35,8 +36,8 @@ WORTH = 0.02
 
 
 def limits_of(known: ProgramFacts, profile: Profile | None) -> tuple[GroupAdvice, ...]:
-    """The limits of the groups of a program, in a recorded run or as it is predicted; those alike are one. Raises InputError where
-    the profile is of another number of ranks."""
+    """The limits of the groups of a program, in a recorded run or as it is predicted; those alike are one. Raises InputError
+    where the profile is of another number of ranks."""
     if profile is not None and len(profile.ranks) != known.ranks:
         raise InputError(f"this profile is of {len(profile.ranks)} ranks, the program has {known.ranks}")
     found: tuple[GroupLimits, ...] = known.limits if profile is None else measured_limits(known, profile)
@@ -59,11 +60,15 @@ def measured_step_s(profile: Profile | None) -> float | None:
     return None if profile is None else profile.step_s + (profile.input_s or 0.0)
 
 
-def saved_advice(known: ProgramFacts, profile: Profile | None) -> Advice:
-    """The advice that a saved program and its profile give by themselves: limits, and the wait for the loader. Nothing is planned."""
-    predicted_s = known.predicted.step_time_s
+def saved_advice(known: ProgramFacts, cluster: ClusterSpec, profile: Profile | None) -> Advice:
+    """The advice that a program's facts and its profile give by themselves: limits, causes of a difference, and the wait for the
+    loader. Nothing is planned. cluster: in the order of the program's ranks. Raises InputError."""
+    groups = limits_of(known, profile)
+    apart = () if profile is None else mismatches(known, cluster, profile)
     suggestions = tuple(_loader(known, profile)) if profile is not None else ()
-    return Advice(predicted_s, measured_step_s(profile), limits_of(known, profile), suggestions=suggestions)
+    return Advice(
+        known.predicted.step_time_s, measured_step_s(profile), groups, mismatches=apart, suggestions=suggestions
+    )
 
 
 def _loader(known: ProgramFacts, profile: Profile) -> Iterator[Suggestion]:
@@ -90,15 +95,14 @@ def advice_on(
     profile; seconds: after which no further lever is planned. Raises InputError."""
     end_s = time.monotonic() + seconds
     known = facts(program)
-    own = saved_advice(known, profile)
-    apart = () if profile is None else mismatches(known, program.cluster, profile)
-    replanner = Replanner(program, compile_again)
+    own = saved_advice(known, program.cluster, profile)
+    apart, replanner = own.mismatches, Replanner(program, compile_again)
     if apart:
         cluster = as_measured(program.request.cluster, program.plan, apart)
         replanner = replace(replanner, program=replanner.on_cluster(cluster))
     predicted = predicted_scaling(replanner)
     scaling = predicted if isinstance(predicted, Scaling) else None
-    found, left_out = _planned(replanner, _worth_planning(program, own.groups, bool(apart)), scaling, end_s)
+    found, left_out = planned(replanner, _worth_planning(program, own.groups, bool(apart)), scaling, end_s)
     told: Scaling | str = predicted
     if baseline is not None:
         told = _measured_scaling(program, profile, *baseline)
@@ -106,7 +110,6 @@ def advice_on(
         own,
         scaling=told if isinstance(told, Scaling) else None,
         unscaled=told if isinstance(told, str) else "",
-        mismatches=apart,
         suggestions=(*own.suggestions, *found),
         left_out=left_out,
     )
@@ -133,7 +136,7 @@ def _worth_planning(program: Compiled, groups: Sequence[GroupAdvice], apart: boo
     return [(lever, limit) for lever, limit in largest if share.get(limit, 0.0) > WORTH]
 
 
-def _planned(
+def planned(
     replanner: Replanner[P], candidates: Sequence[tuple[Lever, str]], scaling: Scaling | None, end_s: float
 ) -> tuple[tuple[Suggestion, ...], tuple[str, ...]]:
     """The levers that are better, best first, those before all that change nothing of what is computed; and those for which
