@@ -39,6 +39,8 @@ from autopar.passes.shard.evaluate import evaluate
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import Plan, check_plan, checked_plan
 from autopar.report import facts, report
+from autopar.report.advice.advice import Advice
+from autopar.report.advice.planned import advice_on
 from autopar.report.candidates import ruled_out_stages, worth_measuring
 from autopar.report.memory_snapshot import write_memory_snapshot
 from autopar.report.other_machines import on_clusters, where_slower
@@ -80,6 +82,21 @@ class ParallelProgram(Compiled):
     def report(self) -> str:
         """The plan in words: mesh, predictions, collectives, storage, alternatives."""
         return report(self)
+
+    @with_cpu_as_default
+    def advice(
+        self,
+        profile: Profile | None = None,
+        *,
+        baseline: tuple[ParallelProgram, Profile] | None = None,
+        seconds: float = 120.0,
+    ) -> Advice:
+        """The limits of a step, how well it scales, and the changes of the request that are planned to be better by over 2 %.
+
+        profile: what `run(…, profile=True)` recorded; without it all is predicted. baseline: the same model for one node or
+        one device, with its profile, beside which scaling is then measured. seconds: after which no further change is
+        planned; `Advice.left_out` names those. Raises InputError where the profile is of another number of ranks."""
+        return advice_on(self, self.compile_again, profile, baseline, seconds)
 
     def report_html(self, path: str | Path, *, profile: Profile | None = None) -> Path:
         """Write the plan as a page: one HTML file that needs nothing else. profile: what `run(…, profile=True)` recorded, to

@@ -21,6 +21,7 @@ from autopar.capture.examples.inputs import (
     batch_size,
     check_batch_dims,
     microbatch,
+    repeated,
     split_example,
 )
 from autopar.capture.examples.trees import flatten
@@ -211,7 +212,7 @@ class Request:
             microbatches=microbatches,
             order=order,
         )
-        return self.searched_on(cluster, options)
+        return self.searched(options, cluster=cluster)
 
     def where_slower(self, cluster: ClusterSpec, microbatches: int | None, order: int | None) -> Request:
         """The same step, and all that the options say of ranks, on a cluster of the same ranks of which some are slower, none of
@@ -225,15 +226,24 @@ class Request:
             microbatches=microbatches,
             order=order,
         )
-        return self.searched_on(cluster, options)
+        return self.searched(options, cluster=cluster)
 
     def on_part(self, cluster: ClusterSpec) -> Request:
         """The same step under the same options on a part of its cluster. Raises InputError where they do not allow it."""
-        return self.searched_on(cluster, self.options)
+        return self.searched(self.options, cluster=cluster)
 
-    def searched_on(self, cluster: ClusterSpec, options: Options) -> Request:
-        """The same step on a cluster, its plan to be searched. Raises InputError."""
-        request = replace(self, cluster=as_computed(cluster, options), options=options, plan=None)
+    def searched(self, options: Options, *, cluster: ClusterSpec | None = None, times: float = 1.0) -> Request:
+        """The same step with other options, its plan to be searched. cluster: another one; times: as large as this batch is the
+        other one (an integer, or one by an integer), of which there are no buckets and no entries. Raises InputError."""
+        request = replace(self, cluster=as_computed(cluster or self.cluster, options), options=options, plan=None)
+        if times != 1:
+            dims = options.batch_dims
+            inputs = (
+                repeated(self.inputs, dims, round(times))
+                if times > 1
+                else microbatch(self.inputs, dims, round(1 / times))
+            )
+            request = replace(request, inputs=inputs, buckets=(), entries={})
         _check(request)
         return request
 

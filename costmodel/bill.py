@@ -211,11 +211,21 @@ class CallSeconds(NamedTuple):
         return self.F + self.B + self.W
 
 
+class OnceSeconds(NamedTuple):
+    """Seconds that a group of ranks adds once at the end of a step: in all, and of these messages for parameters that nothing
+    hides, the optimizer, and the rest."""
+
+    once_s: float
+    parameters_s: float
+    optimizer_s: float
+    rest_s: float
+
+
 @dataclass(frozen=True)
 class StepSeconds:
     """Seconds that a bill comes to. seconds: of one action by (stage, kind). non_overlapped_s: of layers' messages in a
     microbatch, by group and by what they are for. once_s: what a group adds at the end, of it parameters_s messages.
-    The group is the slowest."""
+    The group is the slowest; once_by_group: the same of every group."""
 
     step_s: float
     span_s: float
@@ -225,6 +235,7 @@ class StepSeconds:
     parameters_s: float
     optimizer_s: float
     rest_s: float
+    once_by_group: tuple[OnceSeconds, ...]
 
     @property
     def overhead_s(self) -> float:
@@ -331,7 +342,7 @@ def step_seconds(bill: Bill, software: Software) -> StepSeconds:
     """Seconds of a step. Raises PlanError where the schedule's table deadlocks."""
     seconds, exposed = stage_seconds(bill.stages, software)
     span_s = bill.pipeline(seconds)
-    slowest = (0.0, 0.0, 0.0, 0.0)
+    once: list[OnceSeconds] = []
     for group in bill.groups:
         stages = [bill.stages[s] for s in group]
         traffic = sum((stage.parameters for stage in stages), ParameterTraffic())
@@ -339,10 +350,11 @@ def step_seconds(bill: Bill, software: Software) -> StepSeconds:
         window = overlap_window(len(group), len(bill.groups), bill.microbatches)
         messages = exposed_parameters_s(traffic, (forward_s, backward_s), bill.microbatches, window, software)
         optimizer_s, rest_s = sum(s.optimizer_s for s in stages), sum(s.rest_s for s in stages)
-        slowest = max(slowest, (messages + optimizer_s + rest_s, messages, optimizer_s, rest_s))
-    step_s = least_step_s(span_s + slowest[0], bill.nodes, software)
+        once.append(OnceSeconds(messages + optimizer_s + rest_s, messages, optimizer_s, rest_s))
+    slowest = max(once)
+    step_s = least_step_s(span_s + slowest.once_s, bill.nodes, software)
     by_group = tuple(_summed([exposed[s] for s in group]) for group in bill.groups)
-    return StepSeconds(step_s, span_s, seconds, by_group, *slowest)
+    return StepSeconds(step_s, span_s, seconds, by_group, *slowest, tuple(once))
 
 
 def _summed(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

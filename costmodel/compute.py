@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from autopar.cluster.device import DeviceSpec, dtype_bytes, dtype_name
 from autopar.cluster.kernels import COPY, FILL
@@ -56,7 +56,23 @@ def attention_share(device: DeviceSpec, seq: float, head: float, eager: bool = F
     return share / ((1 + ATTENTION_HALF_SEQ / seq) * (1 + ATTENTION_HALF_HEAD / head))
 
 
-def op_time_s(
+class KernelSeconds(NamedTuple):
+    """Seconds of one kernel, and the side of the roofline that it is on. launch_s: of these to launch it; moved_s: of passes over
+    memory before and after it; memory_bound: whether the others are those in which bytes are read and written, rather than those
+    of its arithmetic."""
+
+    seconds: float
+    launch_s: float
+    moved_s: float
+    memory_bound: bool
+
+
+def op_time_s(device: DeviceSpec, **work: Any) -> float:
+    """Seconds of one kernel: those of `kernel_seconds`, which takes the same and raises the same."""
+    return kernel_seconds(device, **work).seconds
+
+
+def kernel_seconds(
     device: DeviceSpec,
     *,
     flops: float,
@@ -68,7 +84,7 @@ def op_time_s(
     op: str = "",
     reached: float = 1.0,
     moved_bytes: float = 0.0,
-) -> float:
+) -> KernelSeconds:
     """Seconds of one kernel. eager: attention by kernels of the generation before the device's own. op: its name, by which a
     calibrated device knows it. reached: share of a plain product's rate. moved_bytes: of passes over memory before and after it.
 
@@ -79,11 +95,12 @@ def op_time_s(
     if kind not in OP_KINDS:
         raise ClusterError(f"unknown kind of operation {kind!r}; known: {', '.join(OP_KINDS)}")
     memory_s = nbytes / (device.memory_bandwidth_Bps * curve.memory)
-    known_s = _measured_s(device, op, kind, flops, nbytes, shape)
-    if known_s is not None:
-        return known_s
+    known = _measured(device, op, kind, flops, nbytes, shape)
+    if known is not None:
+        return known
+    launch_s = device.launch_overhead_s
     if kind == "pointwise":
-        return device.launch_overhead_s + memory_s
+        return KernelSeconds(launch_s + memory_s, launch_s, 0.0, True)
     name = dtype_name(dtype)
     if kind == "matmul":
         m, n, k = shape[-3:] if shape else (1 << 20, 1 << 20, 1 << 20)
@@ -93,20 +110,24 @@ def op_time_s(
     else:
         share = curve.conv
     moved_s = moved_bytes / (device.memory_bandwidth_Bps * curve.memory)
-    return device.launch_overhead_s + max(flops / (device.peak(name) * share * reached), memory_s) + moved_s
+    arithmetic_s = flops / (device.peak(name) * share * reached)
+    return KernelSeconds(launch_s + max(arithmetic_s, memory_s) + moved_s, launch_s, moved_s, memory_s > arithmetic_s)
 
 
-def _measured_s(
+def _measured(
     device: DeviceSpec, op: str, kind: str, flops: float, nbytes: float, shape: tuple[int, ...] | None
-) -> float | None:
-    """Seconds of an op as they were measured on the device; None where they were not."""
+) -> KernelSeconds | None:
+    """An op as it was measured on the device; None where it was not. A pass launches in what it takes of no bytes."""
     if device.kernels is None:
         return None
     name = op.rpartition(".")[0] if op.count(".") > 1 else op
     if kind == "pointwise":
-        return float(device.kernels.pass_s(name, nbytes))
+        seconds, launch_s = (float(device.kernels.pass_s(name, n)) for n in (nbytes, 0.0))
+        return KernelSeconds(seconds, min(launch_s, seconds), 0.0, True)
     product = device.kernels.products.get(name, device.kernels.products.get(kind))
-    return None if product is None else product.seconds(flops, () if shape is None else shape[-3:])
+    if product is None:
+        return None
+    return KernelSeconds(product.seconds(flops, () if shape is None else shape[-3:]), product.launch_s, 0.0, False)
 
 
 def merging_time_s(device: DeviceSpec, op: str, kernels: int, passes: int, moved_bytes: float) -> float:

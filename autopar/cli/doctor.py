@@ -4,6 +4,10 @@ DIR is the directory of the run (`run.py --run-dir`), or its folder `flight`. A 
 any more. `--rank R` shows the last messages of a rank too. Where rows of the batch moved between ranks
 (`--rebalance`), their shares, the speeds that were measured, and the moves are told first.
 
+`autopar-doctor OUT`, of a saved program, says what limits its step: compute, memory, messages, the pipeline's bubble, memory
+tiers, the host, or the input; `--profile DIR` (of `run.py --profile DIR`) as the run had it, and where that lies apart from the
+prediction; `--model MODEL` also what could be changed, each change planned, and `--json` all of it as data.
+
 `autopar-doctor --preflight OUT` looks at the machines before a run of the program in OUT, and says what is wrong and what to set.
 Started on one machine it looks at that one; started on all of them, with MASTER_ADDR and NODE_RANK as for launch.sh, also at what
 they have in common; `torchrun … OUT/run.py --preflight` looks at every rank and link. More arguments are those of run.py.
@@ -12,11 +16,13 @@ they have in common; `torchrun … OUT/run.py --preflight` looks at every rank a
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from autopar.cli import advised
 from autopar.errors import AutoparError, InputError
 from autopar.runtime.data.schema import SchemaError
 from autopar.runtime.errors import RuntimeProgramError
@@ -45,11 +51,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--rank", type=int, action="append", default=[], help="show its last messages; may be given again"
     )
     parser.add_argument("--preflight", action="store_true", help="look at the machines before a run of this program")
+    advised.add_arguments(parser)
     arguments, of_run = parser.parse_known_args(argv)
     if arguments.preflight:
         return launch.main(arguments.directory, ["--preflight", *of_run])
     if of_run:
         parser.error(f"unrecognized arguments: {' '.join(of_run)}")
+    if advised.is_program(arguments.directory):
+        status = _advise(arguments)
+        if status or arguments.json or not (arguments.directory / "flight").is_dir():
+            return status
+    elif arguments.profile or arguments.model or arguments.json:
+        parser.error(f"{arguments.directory} is no saved program; --profile, --model and --json are of one")
     learned = None
     try:
         learned = read_learned(arguments.directory)
@@ -66,6 +79,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(diagnosis.text)
     for rank in dict.fromkeys((*(r for r in diagnosis.culprits[:4] if r in found), *arguments.rank)):
         print("\n".join(message_lines(found[rank])))
+    return 0
+
+
+def _advise(arguments: argparse.Namespace) -> int:
+    """Print the advice on a saved program."""
+    try:
+        found = advised.advised(arguments)
+    except (AutoparError, SchemaError) as error:
+        print(f"autopar-doctor: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(found.facts()) if arguments.json else found)
     return 0
 
 

@@ -8,7 +8,7 @@ direction at once. `oversubscription` of a fat tree divides what a device gets w
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Annotated
 
@@ -76,6 +76,21 @@ class LinkLevel:
         if self.group_bandwidths and groups:
             nominal = min(self.group_bandwidths[g] for g in groups)
         return nominal * self.efficiency / self.oversubscription
+
+    def slower(self, factor: float) -> LinkLevel:
+        """A level over which every message takes `factor` times as long."""
+        return replace(
+            self,
+            bandwidth_Bps=self.bandwidth_Bps / factor,
+            group_bandwidths=tuple(rate / factor for rate in self.group_bandwidths),
+            latency_s=self.latency_s * factor,
+            base_s=self.base_s * factor,
+            ramp_s=self.ramp_s * factor,
+            measured=tuple(
+                (kind, ranks, tuple((nbytes, seconds * factor) for nbytes, seconds in points))
+                for kind, ranks, points in self.measured
+            ),
+        )
 
     def measured_s(self, kind: str, ranks: int, nbytes: float) -> float | None:
         """Seconds of a collective among so many ranks inside a group as it was measured; None where it was not."""

@@ -17,6 +17,7 @@ from autopar.passes.account.spent import spent
 from autopar.passes.account.stage import probe_of
 from autopar.passes.memory.walk import held_by_call
 from autopar.passes.price.pricer import Pricers
+from autopar.report.advice.limits import predicted_limits
 from autopar.report.answer import room_facts, why_not, work_facts
 from autopar.report.long_run import long_run_facts
 from autopar.report.machines import machine_facts
@@ -46,6 +47,7 @@ def facts(program: Compiled) -> ProgramFacts:
         predicted=program.decision.predicted,
         work=work_facts(program),
         spent=spent(program.account),
+        limits=predicted_limits(program),
         room=room_facts(program),
         timings=program.timings,
         memory=program.peak_kinds,

@@ -29,15 +29,16 @@ FEWEST_SAMPLES = 4
 
 def slowness(runs: Sequence[Run]) -> float:
     """Measured over predicted seconds of what actions compute."""
-    measured_s = predicted_s = 0.0
-    for facts, profile in runs:
-        expected = facts.schedule.seconds
-        for rank, steps in enumerate(profile.ranks):
-            stages, non_overlapped_s = stages_of(facts, rank), facts.schedule.exposed[group_of(facts, rank)]
-            once_s = sum(expected.get((stage, kind), 0.0) for stage in stages for kind in "FBW") - non_overlapped_s
-            predicted_s += facts.microbatches * once_s
-            measured_s += statistics.median(map(_computed_s, steps))
+    seconds = [busy_seconds(facts, profile, rank) for facts, profile in runs for rank in range(len(profile.ranks))]
+    measured_s, predicted_s = sum(measured for measured, _ in seconds), sum(predicted for _, predicted in seconds)
     return measured_s / predicted_s if predicted_s > 0 else 1.0
+
+
+def busy_seconds(facts: ProgramFacts, profile: Profile, rank: int) -> tuple[float, float]:
+    """Measured and predicted seconds of what a rank's actions compute in a step."""
+    stages, non_overlapped_s = stages_of(facts, rank), facts.schedule.exposed[group_of(facts, rank)]
+    once_s = sum(facts.schedule.seconds.get((s, kind), 0.0) for s in stages for kind in "FBW") - non_overlapped_s
+    return statistics.median(map(_computed_s, profile.ranks[rank])), facts.microbatches * once_s
 
 
 def _computed_s(step: StepRecord) -> float:
@@ -48,7 +49,7 @@ def _computed_s(step: StepRecord) -> float:
     return max(busy_s - sum(m.non_overlapped_s for m in step.messages if m.end_s <= last_s), 0.0)
 
 
-def _samples(runs: Sequence[Run], cluster: ClusterSpec) -> Iterator[tuple[str, Sample]]:
+def link_samples(runs: Sequence[Run], cluster: ClusterSpec) -> Iterator[tuple[str, Sample]]:
     """Messages as samples, with the level of links that they went over; none of those that went over several."""
     for facts, profile in runs:
         for rank, steps in enumerate(profile.ranks):
@@ -66,7 +67,7 @@ def learned(cluster: ClusterSpec, runs: Sequence[Run]) -> ClusterSpec:
     factor = slowness(runs)
     devices = tuple((n, device.slower(factor)) for n, device in cluster.devices)
     by_level: dict[str, list[Sample]] = {}
-    for level, sample in _samples(runs, cluster):
+    for level, sample in link_samples(runs, cluster):
         by_level.setdefault(level, []).append(sample)
     links: dict[str, Any] = {}
     for name, samples in by_level.items():

@@ -35,6 +35,16 @@ class Profile:
         return statistics.median(max(rank[n].seconds for rank in self.ranks) for n in range(self.steps))
 
     @property
+    def input_s(self) -> float | None:
+        """Seconds that the rank which waits longest for its batches waits for one, on average after the first step, before which
+        whoever reads them starts; None where a rank did not note it."""
+        waits = [[step.input_s for step in steps[1:] or steps] for steps in self.ranks]
+        known = [[wait for wait in own if wait is not None] for own in waits]
+        if not all(own and len(own) == len(all_) for own, all_ in zip(known, waits, strict=True)):
+            return None
+        return max(map(statistics.fmean, known), default=None)
+
+    @property
     def typical(self) -> int:
         """The step whose length is nearest to the median."""
         median_s = self.step_s

@@ -13,13 +13,14 @@ from autopar.ir.by_node import AxisByNode
 from autopar.ir.mesh import Mesh
 from autopar.ir.sent import Sent
 from autopar.passes.account.collectives import Collective
+from autopar.passes.account.limits import ByLimit
 from autopar.passes.account.spent import Spent
 from autopar.passes.recompute.curve import Curve
 from autopar.runtime.data.fields import Bytes, Length, Paragraph, Seconds, Stage, in_rows, kept, notation
 from autopar.runtime.data.schema import MOST_RANKS, SchemaError, integer, must_be
 from autopar.runtime.program.machines import Machines
 
-VERSION = 3
+VERSION = 4
 Types = Mapping[str, str]
 """A type by name: `float32[8, 16] [@dp, .]`."""
 Row = Annotated[tuple[Action, ...], notation(parse_row, show_row, most=1 << 24)]
@@ -170,6 +171,15 @@ class RoomFacts:
         return self.device_bytes - self.needed_bytes
 
 
+@dataclass(frozen=True)
+class GroupLimits:
+    """A step of a group of ranks by what limits it (`passes/account/limits.py`). seconds: parts that add up to the step; stages:
+    those of the actions of each of its stages alone."""
+
+    seconds: ByLimit
+    stages: tuple[ByLimit, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProgramFacts:
     """Everything about a program that its plan does not say."""
@@ -206,6 +216,7 @@ class ProgramFacts:
     stages: Annotated[tuple[StageFacts, ...], Length(1, 1 << 16)]
     buckets: Any
     entries: Any = None
+    limits: tuple[GroupLimits, ...]
 
     def as_read(self, path: str) -> ProgramFacts:
         """The facts as a file has them. Raises SchemaError for parts that do not go together."""
@@ -215,6 +226,8 @@ class ProgramFacts:
         for key, entries in {"table": schedule.table, "peaks": schedule.peaks, "exposed": schedule.exposed}.items():
             if len(entries) != len(groups):
                 raise must_be(f"schedule.{key}", f"a list with an entry per group, {len(groups)}", entries)
+        if [len(own.stages) for own in self.limits] != list(map(len, groups)):
+            raise must_be("limits", "a list with an entry per group, which has one per stage", self.limits)
         for g, (group, actions) in enumerate(zip(groups, schedule.table, strict=True)):
             if any(action.stage not in group for action in actions):
                 raise SchemaError(f"schedule.table[{g}]: has an action of a stage that is not of its group")

@@ -136,7 +136,9 @@ def changed(request: Request, changes: Mapping[str, Any]) -> Request:
     """The request with changes, its plan to be searched again. Raises InputError, ClusterError."""
     if not changes:
         raise InputError("what_if needs a change, such as tp=4, strategy='fsdp', nodes=16 or pin={name: spec}")
-    return request.searched_on(changed_cluster(request.cluster, changes), changed_options(request.options, changes))
+    return request.searched(
+        changed_options(request.options, changes), cluster=changed_cluster(request.cluster, changes)
+    )
 
 
 def _value(text: str) -> Any:

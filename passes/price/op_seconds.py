@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +23,40 @@ from autopar.passes.rules.memo import Memo
 
 _PLAIN = OpDef()
 _COMPUTABLE = ("float64", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Seconds by what bounds them: arithmetic, the memory's bandwidth, or the launch of kernels."""
+
+    compute_s: float = 0.0
+    memory_s: float = 0.0
+    launch_s: float = 0.0
+
+    def __add__(self, other: Roofline) -> Roofline:
+        return Roofline(
+            self.compute_s + other.compute_s, self.memory_s + other.memory_s, self.launch_s + other.launch_s
+        )
+
+    def __mul__(self, times: float) -> Roofline:
+        return Roofline(self.compute_s * times, self.memory_s * times, self.launch_s * times)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all."""
+        return self.compute_s + self.memory_s + self.launch_s
+
+
+NOTHING_BOUND = Roofline()
+
+
+class _Kernel(NamedTuple):
+    """A kernel on a block. work: arguments of `compute.op_time_s`; the other seconds come on top."""
+
+    work: dict[str, Any]
+    merging_s: float
+    filled_s: float
+    drawn_s: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,9 +82,24 @@ class OpSeconds:
 
     def on_block(self, parts: Parts, strategy: Strategy) -> float:
         """Seconds on one rank. parts: into how many every factor is cut (`Rule.parts`)."""
-        facts, call, device, software = self._facts, self.call, self.device, self.software
-        if facts.free:
+        if self._facts.free:
             return 0.0
+        kernel = self._kernel(parts, strategy)
+        return kernel.merging_s + kernel.filled_s + kernel.drawn_s + self.memo[compute.op_time_s](**kernel.work)
+
+    def limits_on_block(self, parts: Parts, strategy: Strategy) -> Roofline:
+        """The same seconds by what bounds them."""
+        if self._facts.free:
+            return NOTHING_BOUND
+        kernel = self._kernel(parts, strategy)
+        seconds, launch_s, moved_s, memory_bound = compute.kernel_seconds(**kernel.work)
+        own_s = seconds - launch_s - moved_s
+        memory_s = kernel.merging_s + kernel.filled_s + moved_s + (own_s if memory_bound else 0.0)
+        return Roofline(kernel.drawn_s + (0.0 if memory_bound else own_s), memory_s, launch_s)
+
+    def _kernel(self, parts: Parts, strategy: Strategy) -> _Kernel:
+        """The kernel that the op is on a block, as `costmodel.compute` takes it."""
+        facts, call, device, software = self._facts, self.call, self.device, self.software
         flops, kind, groups = self._work
         share = self.rule.work_parts(strategy, self.mesh)
         moved = [float(whole_bytes / math.prod(parts[f] for f in factors)) for whole_bytes, factors in self._tensors]
@@ -66,19 +116,19 @@ class OpSeconds:
         merging_s = compute.merging_time_s(device, call.op, **vars(merged)) if merged is not None else 0.0
         drawn = facts.drawn(call, device.runs_as) if facts.drawn else None
         drawn_s = 0.0 if drawn is None else compute.drawing_time_s(device, drawn.instructions * imbalance / share)
-        work_s = self.memo[compute.op_time_s](
-            device,
-            flops=work_share(grouped, software) * flops * (drawn.products if drawn else 1.0) * imbalance / share,
-            nbytes=sum(moved),
-            dtype=self._dtype,
-            kind=kind,
-            shape=facts.dims(call, parts, share) if facts.dims else _product(groups, self.rule, parts),
-            eager=software.kernels != "fused",
-            op=call.op,
-            reached=self._reached(kind, parts) * (software.constants.grouped_share if grouped is not None else 1.0),
-            moved_bytes=moved_bytes(grouped, software, along, device.runs_as),
-        )
-        return merging_s + filled_s + drawn_s + work_s
+        work = {
+            "device": device,
+            "flops": work_share(grouped, software) * flops * (drawn.products if drawn else 1.0) * imbalance / share,
+            "nbytes": sum(moved),
+            "dtype": self._dtype,
+            "kind": kind,
+            "shape": facts.dims(call, parts, share) if facts.dims else _product(groups, self.rule, parts),
+            "eager": software.kernels != "fused",
+            "op": call.op,
+            "reached": self._reached(kind, parts) * (software.constants.grouped_share if grouped is not None else 1.0),
+            "moved_bytes": moved_bytes(grouped, software, along, device.runs_as),
+        }
+        return _Kernel(work, merging_s, filled_s, drawn_s)
 
     def _reached(self, kind: str, parts: Parts) -> float:
         """The share of a product's rate that is left by how its tensors' rows lie, on the rank with the slowest kernel: where

@@ -24,7 +24,7 @@ from autopar.ir.types import TensorType
 from autopar.ops.registry import Grouped
 from autopar.passes.price.compression import compressed_messages, compressing_bytes, compression_of, wire_share
 from autopar.passes.price.op_choices import OpChoices, op_choices
-from autopar.passes.price.op_seconds import OpSeconds
+from autopar.passes.price.op_seconds import OpSeconds, Roofline
 from autopar.passes.rules.alphabet import Shards, shards
 from autopar.passes.rules.lattice import CollectiveCost, Lattice
 from autopar.passes.rules.memo import Memo
@@ -215,6 +215,10 @@ class Pricer:
         if key not in self._op_s:
             self._op_s[key] = self._op_seconds(call, rule).on_block(rule.parts(strategy, self.mesh), strategy)
         return self._op_s[key]
+
+    def op_limits(self, call: OpCall, rule: Rule, strategy: Strategy) -> Roofline:
+        """The same seconds by what bounds them."""
+        return self._op_seconds(call, rule).limits_on_block(rule.parts(strategy, self.mesh), strategy)
 
     def grouped(self, call: OpCall, rule: Rule, strategy: Strategy) -> Grouped | None:
         """The rows that an op computes in groups on a rank, where it does."""

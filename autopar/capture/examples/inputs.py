@@ -139,22 +139,38 @@ def batch_size(inputs: Any, batch_dims: Any) -> int:
 
 def microbatch(inputs: Any, batch_dims: Any, parts: int) -> Any:
     """Example inputs of one of `parts` microbatches (only shapes matter)."""
-    if parts == 1:
-        return inputs
+
+    def cut(value: torch.Tensor, dim: int) -> torch.Tensor:
+        return value.narrow(dim, 0, value.shape[dim] // parts)
+
+    return inputs if parts == 1 else _with_batches(inputs, batch_dims, cut)
+
+
+def repeated(inputs: Any, batch_dims: Any, times: int) -> Any:
+    """Example inputs of a batch that is so many times as large: the samples again and again."""
+
+    def repeat(value: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.cat([value] * times, dim)
+
+    return inputs if times == 1 else _with_batches(inputs, batch_dims, repeat)
+
+
+def _with_batches(inputs: Any, batch_dims: Any, change: Callable[[torch.Tensor, int], torch.Tensor]) -> Any:
+    """The inputs, those changed that have the batch along a dim."""
     leaves, names, _ = flatten(inputs)
     size = leaves[0].shape[batch_dim(batch_dims, 0, names[0]) or 0]
     indices = iter(range(len(leaves)))
 
-    def cut(value: Any) -> Any:
+    def changed(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             index = next(indices)
             dim = batch_dim(batch_dims, index, names[index])
             batched = value.ndim and dim is not None and value.shape[dim] == size
-            return value.narrow(dim or 0, 0, size // parts) if batched else value
+            return change(value, dim or 0) if batched else value
         if isinstance(value, dict):
-            return {k: cut(v) for k, v in value.items()}
+            return {k: changed(v) for k, v in value.items()}
         if isinstance(value, (list, tuple)):
-            return type(value)(cut(v) for v in value)
+            return type(value)(changed(v) for v in value)
         return value
 
-    return cut(inputs)
+    return changed(inputs)

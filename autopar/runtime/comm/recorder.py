@@ -9,6 +9,7 @@ wait.
 from __future__ import annotations
 
 import functools
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -57,11 +58,14 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step of one rank."""
+    """One step of one rank. input_s: that it waited for its batch, before its seconds begin (None: nobody noted it); host_s: in
+    which the host had started all of the step, where a device works behind it (None: the host is the device)."""
 
     seconds: Seconds
     spans: tuple[Span, ...]
     messages: tuple[Sent, ...]
+    input_s: Seconds | None = field(default=None, metadata=kept(sparse=True))
+    host_s: Seconds | None = field(default=None, metadata=kept(sparse=True))
 
 
 @dataclass(frozen=True)
@@ -74,13 +78,15 @@ class RankRecord:
 
 
 class Recorder:
-    """Records steps, the last KEPT of which it has. A Comm tells it of messages, the session and its executor of spans."""
+    """Records steps, the last KEPT of which it has. A Comm tells it of messages, the session and its executor of spans, and who
+    takes batches how long the next step waited for its own (input_s)."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._backend = backend_of(device)
         self.mark: Callable[[], Mark] = self._backend.mark
         self.steps: deque[StepRecord] = deque(maxlen=KEPT)
+        self.input_s: float | None = None
         self._start: Mark = None
         self._during = ""
         self._spans: list[tuple[str, Mark, Mark]] = []
@@ -90,14 +96,15 @@ class Recorder:
     def step(self) -> Iterator[None]:
         """A step; `steps` has its record when it has ended without an error."""
         self._spans, self._messages, self._during = [], [], ""
-        self._start = self.mark()
+        self._start, began_s = self.mark(), time.perf_counter()
         yield
-        end = self.mark()
+        end, host_s = self.mark(), None if self._backend.is_host else time.perf_counter() - began_s
         self._backend.module.synchronize(self.device)
         at = self._seconds
         spans = tuple(Span(name, at(start), at(stop)) for name, start, stop in self._spans)
         messages = tuple(one.closed(at) for one in self._messages if one.end is not None)
-        self.steps.append(StepRecord(at(end), spans, messages))
+        self.steps.append(StepRecord(at(end), spans, messages, self.input_s, host_s))
+        self.input_s = None
         self._spans, self._messages = [], []
 
     @contextmanager

@@ -179,6 +179,8 @@ class Loop:
         start_s = time.perf_counter()
         assert self.batches is not None
         batch, ready = self.batches.take(more=self.step + 1 < self.last)
+        if self.program.session.recorder is not None:
+            self.program.session.recorder.input_s = time.perf_counter() - start_s
         for one in listeners:
             one.before_step(self, batch)
         self.program.session.next_inputs.ready = ready

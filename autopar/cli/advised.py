@@ -1,0 +1,54 @@
+"""The advice on a saved program: what its files and a profile say, and, with its model, what planning finds better."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import autopar.api
+from autopar.cli.asked_model import arguments_of
+from autopar.cli.saved import Saved, read
+from autopar.cli.saved_profile import read_profile
+from autopar.cluster import ClusterSpec
+from autopar.cluster.arrangement import arranged
+from autopar.program import ParallelProgram
+from autopar.report.advice.advice import Advice
+from autopar.report.advice.planned import saved_advice
+from autopar.runtime.data.whole_files import current
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that ask for advice."""
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="of a run of this program: run.py --profile DIR")
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="the model that the program is of, module:function or a config.json: changes are planned, and the better ones told",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=120.0, help="after which no further change is planned (default: 120)"
+    )
+    parser.add_argument("--json", action="store_true", help="the advice as JSON")
+
+
+def is_program(directory: Path) -> bool:
+    """Whether a directory is a saved program, rather than that of a run."""
+    return directory.is_dir() and (current(directory) / "program.json").is_file()
+
+
+def advised(arguments: argparse.Namespace) -> Advice:
+    """The advice that the command line asks for. Raises AutoparError, SchemaError."""
+    saved = read(arguments.directory)
+    profile = None if arguments.profile is None else read_profile(arguments.profile, saved.program.ranks)
+    cluster = ClusterSpec.from_dict(saved.program.cluster_described)
+    if arguments.model is None:
+        return saved_advice(saved.program, arranged(cluster, saved.plan.placement), profile)
+    return _program(saved, cluster, arguments.model).advice(profile, seconds=arguments.seconds)
+
+
+def _program(saved: Saved, cluster: ClusterSpec, model: str) -> ParallelProgram:
+    """The saved program, compiled again under its plan. Raises AutoparError."""
+    work = saved.program.work
+    batch, tokens = work.batch or 1, work.tokens or 1
+    given = arguments_of(model, batch, max(tokens // batch, 1), saved.plan.precision or None)
+    return autopar.api.compile(cluster=cluster, plan=saved.plan, **given)
