@@ -7,7 +7,9 @@ unless programs are emitted with a file of that name.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import importlib.util
 import re
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -146,6 +148,29 @@ def test_the_site_fetches_nothing_from_elsewhere() -> None:
     named = [*SITE["extra_css"], *SITE["extra"]["polyfills"]]
     assert all((ROOT / "docs" / path).exists() for path in named)
     assert "://" not in (ROOT / "mkdocs.yml").read_text()
+
+
+def in_sources() -> set[str]:
+    """The options of command lines that sources and tests have."""
+    sources = [path for folder in FOLDERS[:-1] for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".j2")]
+    text = "\n".join(path.read_text() for path in [*sources, ROOT / "Makefile"])
+    return set(re.findall(r"--[a-z][a-z0-9-]+", text))
+
+
+def test_options_that_pages_name_are_options() -> None:
+    known = in_sources()
+    for page in PAGES:
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*(?![\w-])", page.read_text()))
+        assert named <= known, (name_of(page), named - known)
+
+
+@pytest.mark.parametrize("page", LINKING, ids=name_of)
+def test_python_names_that_pages_use_are_there(page: Path) -> None:
+    text, fields = page.read_text(), {one.name for one in dataclasses.fields(autopar.Options)}
+    for name in re.findall(r"`autopar\.(\w+)", text):
+        assert hasattr(autopar, name) or importlib.util.find_spec(f"autopar.{name}"), name
+    assert {*re.findall(r"\bOptions\.(\w+)", text), *re.findall(r"\bOptions\((\w+)=", text)} <= fields
+    assert all(hasattr(autopar.ParallelProgram, name) for name in re.findall(r"`program\.(\w+)\(", text))
 
 
 API = re.findall(r"^(?:::: |### `)([\w.]+)`?$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
