@@ -1,4 +1,4 @@
-# make demo | test-fast | test | test-all | gpu | lint | typecheck | bench | models | integrations. Each makes .venv first, once.
+# make demo | test-fast | test | test-all | gpu | lint | typecheck | docs | bench | models | integrations. Each makes .venv first, once.
 #
 #   PYTHON=python3.12   the interpreter that .venv is made from (3.11 or newer)
 #   TORCH_INDEX=URL     an extra package index with CPU builds of torch (see the install page of pytorch.org); without
@@ -23,7 +23,7 @@ endif
 export OMP_NUM_THREADS = 1
 PYTEST := $(PY) -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: help demo test-fast test test-all gpu lint typecheck bench models integrations clean
+.PHONY: help demo test-fast test test-all gpu lint typecheck docs docs-serve bench models integrations clean
 help:
 	@sed -n '1,9s/^# \{0,1\}//p' Makefile
 
@@ -75,6 +75,15 @@ typecheck: $(READY)
 	@ln -s $(CURDIR)/benchmarks $(CURDIR)/examples $(TYPED)/
 	cd $(TYPED) && $(if $(findstring /,$(firstword $(PY))),$(abspath $(PY)),$(PY)) -m mypy --config-file $(CURDIR)/pyproject.toml \
 		--cache-dir $(CURDIR)/.mypy_cache -p autopar -p benchmarks
+
+# The pages as a site in build/site, which needs no network; a warning fails. The extra `docs` has what builds it.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs
+docs: $(READY)
+	$(PY) -m pip install --quiet --no-input -c constraints.txt -e '.[docs]'
+	$(MKDOCS) build --strict --quiet
+
+docs-serve: docs
+	$(MKDOCS) serve
 
 bench: $(READY)
 	$(PY) benchmarks/compile_time.py --quick
