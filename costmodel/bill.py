@@ -16,8 +16,8 @@ How it is read, with the shares and factors of a `Software`:
     step    =  (pipeline of the actions + parameters' messages that nothing hides + optimizer + the rest + overhead) · jitter
 
 A call takes no less than the host needs to launch it, and so does what comes once a step. Parameters' messages once a step hide
-behind one microbatch's forward (values) and backward (gradients); those of every microbatch (ZeRO-3) behind that microbatch; of all
-a share stays exposed.
+behind one microbatch's forward (values) and backward (gradients); those of every microbatch (ZeRO-3) behind that microbatch;
+of all a share stays exposed.
 """
 
 from __future__ import annotations
