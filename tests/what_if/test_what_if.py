@@ -1,4 +1,4 @@
-"""What if: the program under a change is the one that `compile` gives from scratch, and the difference adds up by cause."""
+"""A program under a change is the one that `compile` gives from scratch, and its difference adds up by cause."""
 
 from __future__ import annotations
 
