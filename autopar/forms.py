@@ -53,6 +53,7 @@ def form_request(first: ParallelProgram, asked: Request, inputs: Any) -> Request
     options = replace(
         given,
         mesh=dict(stages[0].mesh.axes) if len(stages) == 1 else None,
+        axes=None,
         strategy="auto",
         pp=None,
         chunks=None,

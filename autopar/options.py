@@ -47,6 +47,8 @@ MEGATRON = ("megatron", "megatron-zero1", "megatron-zero2", "megatron-zero3")
 INHERITED: Final = "inherited"
 """The loss of an entry that is the program's own."""
 STRATEGIES = ("auto", *DATA_PARALLEL, *MEGATRON)
+MESH_AXES = ("replica", "dp", "ep", "cp", "tp")
+"""Axes of meshes that the search knows, major first."""
 
 
 def with_suggestions(function: Callable[P, R]) -> Callable[P, R]:
@@ -123,6 +125,8 @@ class Options(RunOptions):
     stage_boundaries: module paths at which a stage starts, such as ["layers.8", "layers.16"].
     mesh: force axis names and sizes, for example {"dp": 2, "tp": 2}; their product must be the number of ranks. A size may be
         lists of units that ranks along the axis hold, {"dp": [[3, 2, 1]]} (`Shares`).
+    axes: sizes that single axes of meshes have, for example {"tp": 4}, of replica, dp, ep, cp and tp; what is left of the
+        ranks goes to dp and tp where these are not named, and to stages.
     strategy: "auto" (solver), or a baseline: "dp" (parameters whole), "zero1" (optimizer state sharded), "zero2"
         (gradients between microbatches too), "zero3" (parameters too); "megatron": the last mesh axis is tensor-parallel as in
         Megatron-LM (column-parallel, then
@@ -186,6 +190,7 @@ class Options(RunOptions):
     chunks: Count | None = None
     stage_boundaries: ModulePaths | None = None
     mesh: Mapping[Identifier, AxisSize] | None = None
+    axes: Mapping[Annotated[str, choice(MESH_AXES)], Count] | None = None
     strategy: Annotated[str, choice(STRATEGIES)] = "auto"
     idle_ranks: bool = True
     recompute: RecomputePolicy = "auto"
@@ -220,6 +225,15 @@ class Options(RunOptions):
                 axis: Shares(*size) if isinstance(size, (list, tuple)) else size for axis, size in self.mesh.items()
             }
             object.__setattr__(self, "mesh", sizes)
+        if self.axes is not None and self.mesh is not None:
+            raise InputError(
+                "Options.axes says sizes of some axes and Options.mesh those of all; leave one of them out"
+            )
+        if self.axes is not None and self.strategy in DATA_PARALLEL and max(self.axes.get("tp", 1), 1) > 1:
+            raise InputError(
+                f"Options.strategy {self.strategy!r} shards the batch over every axis, Options.axes asks for "
+                f"tp={self.axes['tp']}; take a strategy of megatron, or auto"
+            )
         if self.rebalance and (self.cuda_graphs or self.compiler == "inductor"):
             raise InputError(
                 "Options.rebalance moves rows between ranks; what cuda_graphs captures and compiler='inductor' compiles is for "
@@ -243,7 +257,7 @@ class Options(RunOptions):
         """Ranks that every microbatch is sharded over whatever the planner chooses."""
         if self.strategy in DATA_PARALLEL and self.mesh is None:
             return cluster_ranks // (self.pp or len(self.stage_boundaries or ()) + 1)
-        mesh = self.mesh or {}
+        mesh = self.mesh or self.axes or {}
         return int(mesh.get("dp", 1)) * (1 if self.strategy == "auto" else int(mesh.get("ep", 1)))
 
 

@@ -55,6 +55,7 @@ from autopar.runtime.program.rows import DataShard
 from autopar.runtime.program.shapes import Shapes
 from autopar.runtime.step.session import FIRST, Session
 from autopar.runtime.update.averaging import Averaging
+from autopar.what_if.answer import WhatIf, what_if
 
 T = TypeVar("T")
 Steps = tuple[StepRecord, ...]
@@ -135,6 +136,17 @@ class ParallelProgram(Compiled):
         the exported layout costs beside the plan, in seconds and bytes. Raises InputError, EmitError.
         """
         return export_plan(self, format, Path(path), self.compile_again, price)
+
+    @with_cpu_as_default
+    def what_if(self, **changes: Any) -> WhatIf[ParallelProgram]:
+        """The program solved again with something changed, from what is known of it, and the difference by cause.
+
+        changes: fields of `Options` by name (strategy="fsdp", microbatches=8, …), sizes of axes (tp=4; the rest is solved), mesh
+        (sizes of several, {"tp": 4, "pp": 2}), pin ({"layers.*.up.weight": "[@tp, .]"}), nodes, memory_gb or cluster: see
+        `autopar.what_if.changes`. Where nothing fits the answer says by how much. Raises InputError, ClusterError,
+        ConstraintError for pins that cannot be, and what else `compile` raises.
+        """
+        return what_if(self, changes, self.compile_again)
 
     @property
     def contents(self) -> Contents:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,7 @@ class Request:
         options = replace(
             self.options,
             mesh=None,
+            axes=None,
             strategy="auto",
             pp=None,
             chunks=None,
@@ -209,7 +211,7 @@ class Request:
             microbatches=microbatches,
             order=order,
         )
-        return self._searched_on(cluster, options)
+        return self.searched_on(cluster, options)
 
     def where_slower(self, cluster: ClusterSpec, microbatches: int | None, order: int | None) -> Request:
         """The same step, and all that the options say of ranks, on a cluster of the same ranks of which some are slower, none of
@@ -223,9 +225,9 @@ class Request:
             microbatches=microbatches,
             order=order,
         )
-        return self._searched_on(cluster, options)
+        return self.searched_on(cluster, options)
 
-    def _searched_on(self, cluster: ClusterSpec, options: Options) -> Request:
+    def searched_on(self, cluster: ClusterSpec, options: Options) -> Request:
         """The same step on a cluster, its plan to be searched. Raises InputError."""
         request = replace(self, cluster=as_computed(cluster, options), options=options, plan=None)
         _check(request)
@@ -355,7 +357,19 @@ def _check(request: Request) -> None:
     _check_precision(options.precision, request.cluster)
     _check_compression(request)
     options.forced_mesh(ranks // options.pp if options.pp else ranks, ranks)
+    _check_axes(options, ranks)
     _check_batch(request)
+
+
+def _check_axes(options: Options, ranks: int) -> None:
+    """Raises InputError where the ranks of a cluster do not divide by the sizes of axes that are asked for."""
+    sizes = dict(options.axes or {})
+    wanted = prod(sizes.values()) * (options.pp or 1)
+    if ranks % wanted:
+        words = ", ".join(f"{axis}={n}" for axis, n in {**sizes, **({"pp": options.pp} if options.pp else {})}.items())
+        raise InputError(
+            f"{words} takes a multiple of {wanted} ranks, the cluster has {ranks}; make the sizes divide {ranks}"
+        )
 
 
 def _check_precision(precision: str | None, cluster: ClusterSpec) -> None:

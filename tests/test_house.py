@@ -49,6 +49,7 @@ ORDER = """
     compiled
     exchange
     report
+    what_if
     program
     forms
     proof

@@ -2,6 +2,9 @@
 
 autopar plan my_package.models:step --cluster dgx-h100 --nodes 8
 autopar plan config.json --cluster dgx-h100 --nodes 8 --batch 64 --sequence 8192 --precision bf16
+autopar plan config.json --cluster dgx-h100 --memory-gb 24
+autopar plan config.json --cluster dgx-h100 --mesh tp=4 --pin 'model.layers.*.mlp.up_proj=[@tp, .]'
+autopar plan config.json --cluster dgx-h100 --compare best strategy=fsdp
 
 MODEL is a function that returns the arguments of `autopar.compile` after the cluster left out, as a dict or as (model,
 example_inputs); or the config.json of a Hugging Face model, which the installed transformers builds, without weights, as a
@@ -17,14 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import autopar.api
-from autopar.cli import price
+from autopar.cli import changes_asked, price
 from autopar.cli.asked_model import arguments_of
 from autopar.cli.cluster_argument import read_cluster
-from autopar.errors import AutoparError, InputError
+from autopar.errors import AutoparError, InfeasibleError, InputError
 from autopar.exchange.formats import FORMATS
 from autopar.ir.memory_levers import PRECISIONS
 from autopar.options import Options
 from autopar.program import ParallelProgram
+from autopar.what_if.answer import no_fit
+from autopar.what_if.changes import changed_cluster, changed_options
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,30 +60,44 @@ def parser() -> argparse.ArgumentParser:
         help=f"write the plan in a format of {', '.join(FORMATS)}; may be given again",
     )
     plan.add_argument("--json", action="store_true", help="meshes, seconds and bytes as JSON in place of the report")
+    changes_asked.add_arguments(plan)
     return commands
 
 
-def planned(args: argparse.Namespace) -> ParallelProgram:
-    """The program that the command line asks for. Raises AutoparError."""
-    cluster = read_cluster(args.cluster, args.nodes)
+def asked(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `compile` that the command line stands for. Raises AutoparError."""
+    changes = changes_asked.changes(args)
+    cluster = changed_cluster(read_cluster(args.cluster, args.nodes), changes)
     arguments = arguments_of(args.model, args.batch or cluster.size, args.sequence, args.precision)
-    options = {"precision": args.precision, "strategy": args.strategy, "pp": args.pp}
-    given = {name: value for name, value in options.items() if value is not None and value != "auto"}
+    options_named = {"precision": args.precision, "strategy": args.strategy, "pp": args.pp}
+    given = {name: value for name, value in options_named.items() if value is not None and value != "auto"}
     if given and "options" in arguments:
         raise InputError(
             f"{args.model} gives options itself; leave out --{', --'.join(given)}, or the function's options"
         )
-    return autopar.api.compile(cluster=cluster, **{"options": Options(**given), **arguments})
+    options = arguments.get("options") or Options(**given)
+    return {**arguments, "cluster": cluster, "options": changed_options(options, changes)}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; 0, or 2 after an error, which goes to standard error."""
+    """The command; 0, 1 where nothing fits the memory that was asked for, or 2 after an error, which goes to standard error."""
     args = parser().parse_args(argv)
     try:
         if args.command == "price":
             print(price.run(args))
             return 0
-        program = planned(args)
+        arguments = asked(args)
+        try:
+            program = autopar.api.compile(**arguments)
+        except InfeasibleError as error:
+            if args.memory_gb is None:
+                raise
+            answer = no_fit(error, arguments["cluster"], arguments["options"])
+            print(changes_asked.no_fit_text(answer, args))
+            return 1
+        if args.compare is not None:
+            print(changes_asked.comparison(program, args))
+            return 0
         exported = [program.export(name, path) for name, path in args.export]
     except AutoparError as error:
         print(f"autopar: {error}", file=sys.stderr)

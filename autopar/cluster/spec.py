@@ -283,6 +283,12 @@ def with_slower(cluster: ClusterSpec, ranks: Collection[int], factor: float) -> 
     return replace(cluster, name=f"{cluster.name}-slower", devices=runs)
 
 
+def with_memory(cluster: ClusterSpec, memory_bytes: float) -> ClusterSpec:
+    """The same cluster with devices that have so much memory."""
+    devices = tuple((count, replace(device, memory_bytes=float(memory_bytes))) for count, device in cluster.devices)
+    return replace(cluster, name=f"{cluster.name}-of-{memory_bytes / 1e9:g}GB", devices=devices)
+
+
 _PROFILE = record(
     {},
     {

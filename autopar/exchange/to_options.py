@@ -29,6 +29,7 @@ def options_of(layout: Layout, options: Options | None = None, **others: Any) ->
     axes = {"dp": layout.dp // layout.ep, "ep": layout.ep, "cp": layout.cp, "tp": layout.tp}
     said: dict[str, Any] = {
         "mesh": {axis: size for axis, size in axes.items() if axis == "dp" or size > 1},
+        "axes": None,
         "strategy": "-".join(filter(None, ("megatron", zero))) if layout.tp > 1 else zero or "dp",
         "pp": layout.pp,
         "chunks": layout.virtual_stages if layout.pp > 1 else None,

@@ -102,8 +102,17 @@ def why_not(other: Alternative, program: Compiled) -> str:
         return f"{kind} {time_text(-more_s)} below the plan's step, and it holds {amount}"
     if other.spent is None:
         return f"at least {time_text(more_s)} slower, by a bound on its step"
-    own = dict(parts(spent(program.account)))
-    changes = sorted(((s - own[what], what) for what, s in parts(other.spent)), reverse=True)
-    causes = [f"+{time_text(s)} {what}" for s, what in changes if s > SHOWN * more_s][:2]
-    gains = [f"-{time_text(-s)} {what}" for s, what in changes[::-1] if -s > SHOWN * more_s][:1]
-    return f"{time_text(more_s)} slower: {', '.join([*causes, *gains])}"
+    causes = cause_texts(spent(program.account), other.spent)
+    return f"{time_text(more_s)} slower: {', '.join(causes)}"
+
+
+def cause_texts(before: Spent, after: Spent) -> list[str]:
+    """The causes of a step that is slower than another, or faster, the largest first: up to two, and the one that does most for
+    the other side."""
+    more_s, own = after.step_s - before.step_s, dict(parts(before))
+    sign = 1.0 if more_s >= 0 else -1.0
+    changes = sorted(((sign * (s - own[what]), what) for what, s in parts(after)), reverse=True)
+    ahead, behind = ("+", "-") if sign > 0 else ("-", "+")
+    least_s = SHOWN * abs(more_s)
+    causes = [f"{ahead}{time_text(s)} {what}" for s, what in changes if s > least_s][:2]
+    return causes + [f"{behind}{time_text(-s)} {what}" for s, what in changes[::-1] if -s > least_s][:1]

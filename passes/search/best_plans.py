@@ -32,6 +32,7 @@ from autopar.passes.search.stages.pipelines import search_pipelines
 from autopar.passes.search.stages.submesh import SubmeshPlans
 from autopar.passes.search.task import RankedPlans, Task
 from autopar.passes.search.zigzag import search_zigzag
+from autopar.passes.shard.allowed import check_constraints
 
 MANY_RANKS = 64
 """The most ranks for which one mesh is searched first: on larger clusters pipelines may be looked for before
@@ -48,9 +49,11 @@ def search_plans(task: Task, batch: int, now: Callable[[], float] = time.monoton
     """Plans with the task that each is a plan of, best first; none where nothing fits.
 
     batch: size of the global batch. now: seconds of the clock that `Options.search_s` is measured by. Raises InputError
-    for options that cannot be, InfeasibleError where the options ask for a pipeline and none fits.
+    for options that cannot be, ConstraintError for constraints that nothing meets, InfeasibleError where the options ask for a
+    pipeline and none fits.
     """
     check_pipeline_options(task)
+    check_constraints(task.program, task.options.constraints)
     clock = Clock(task.options.search_s, now)
     task = task.changed()
     task.pricers = task.pricers.until(clock.is_over)

@@ -62,7 +62,7 @@ def _planned_again(task: Task, batch: int, owner: Task, best: PricedPlan, best_s
         layout = task.layout or Layout.of(best.plan, owner.program)
         yield from search_laid_out(SubmeshPlans(TasksByCount(task.changed(layout=layout), batch)), layout, best_s)
         return
-    options = replace(task.options, mesh=dict(stages[0].mesh.axes), microbatches=M)
+    options = replace(task.options, mesh=dict(stages[0].mesh.axes), axes=None, microbatches=M)
     task = task.at(M).changed(options=options)
     candidates, is_short = search_strategies(task)
     if candidates and candidates[0].step_s < best_s:

@@ -12,6 +12,7 @@ from autopar.errors import ConstraintError, ShardingError
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ir.spec import Spec, parse_spec
+from autopar.passes.rules.alphabet import alphabet, shared_axes
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.structure import parameter_groups
 from autopar.passes.shard.baselines import Baseline
@@ -19,7 +20,10 @@ from autopar.passes.shard.graph import Key
 from autopar.passes.shard.uneven import DATA
 from autopar.plan import ParameterPlan
 from autopar.runtime.comm.mesh import Shares
+from autopar.runtime.data.schema import did_you_mean
 
+_MOST_SHOWN = 8
+"""Specs that an error names."""
 Allowed = Callable[[Key, Any], bool]
 """Whether a variable may take a state."""
 
@@ -68,31 +72,47 @@ def _storage_filter(stored: Mapping[str, ParameterPlan]) -> Allowed | None:
     return (lambda key, state: key not in pins or state == pins[key]) if pins else None
 
 
+def check_constraints(program: Program, constraints: Mapping[str, str]) -> None:
+    """Raises ConstraintError for a pattern that matches nothing and for text that is no spec, whatever the mesh."""
+    for pattern, text in constraints.items():
+        spec = _parsed(pattern, text)
+        if not _matched(program, pattern, spec):
+            named = [name for name in program.parameters if fnmatch.fnmatchcase(_module_of(name), pattern)]
+            if named:
+                shapes = ", ".join(f"{name} {list(program.parameters[name].type.shape)}" for name in named[:4])
+                raise ConstraintError(
+                    f"constraint {pattern!r}: no parameter of this module has {len(spec.dims)} dims, as {text} has; write one "
+                    f"entry per dim of {shapes}"
+                )
+            names = ", ".join(list(program.parameters)[:4])
+            raise ConstraintError(
+                f"constraint pattern {pattern!r} matches no parameter and no value; parameters are {names}, …"
+                f"{did_you_mean(pattern, [*program.parameters, *map(_module_of, program.parameters)])}"
+            )
+
+
 def constraint_filter(program: Program, mesh: Mesh, constraints: Mapping[str, str]) -> Allowed | None:
-    """Pins by name pattern. Raises ConstraintError for patterns that match nothing and specs that cannot be."""
+    """Pins by name pattern, of what the program has of those names. Raises ConstraintError for specs that cannot be on the
+    mesh."""
     if not constraints:
         return None
     pins: dict[Key, Spec] = {}
     for pattern, text in constraints.items():
-        spec = _constraint_spec(pattern, text, mesh)
-        matched = [
-            (key, shape)
-            for key, shape in _named(program)
-            if fnmatch.fnmatchcase(key[1] if key[0] == "param" else f"{key[1]}.{key[2]}", pattern)
-        ]
-        for key, shape in matched:
+        spec = _parsed(pattern, text)
+        for key, shape in _matched(program, pattern, spec):
+            unknown = spec.axes - set(mesh.names)
+            if unknown:
+                raise ConstraintError(
+                    f"constraint {pattern!r} uses axis {', '.join(sorted(unknown))}, the mesh is {mesh}; name its axes or set "
+                    f"Options.mesh; possible for {key[-1]} are {_possible(shape, mesh)}"
+                )
             if len(shape) != len(spec.dims) or not spec.divides(shape, mesh) or (spec.run and key[0] == "at"):
                 raise ConstraintError(
                     f"constraint {pattern!r}: {text} does not fit {key[-1]} of shape {shape} on mesh {mesh}: it needs one "
                     "entry per dim, every sharded dim must divide by its axes, and parameters alone rest in runs; shard another "
-                    "dim or take another mesh"
+                    f"dim or take another mesh; possible are {_possible(shape, mesh)}"
                 )
             pins[key] = spec
-        if not matched:
-            names = ", ".join(list(program.parameters)[:4])
-            raise ConstraintError(
-                f"constraint pattern {pattern!r} matches no parameter and no value; parameters are {names}, …"
-            )
 
     def allowed(key: Key, state: Any) -> bool:
         if key[0] == "param":
@@ -103,8 +123,15 @@ def constraint_filter(program: Program, mesh: Mesh, constraints: Mapping[str, st
     return allowed
 
 
-def _constraint_spec(pattern: str, text: str, mesh: Mesh) -> Spec:
-    """The spec that a constraint asks for. Raises ConstraintError where it is none, or of other axes than the mesh's."""
+def _possible(shape: tuple[int, ...], mesh: Mesh) -> str:
+    """The specs that a tensor of this shape may rest in on a mesh, for people."""
+    letters = alphabet(shared_axes(mesh), len(shape))
+    specs = [str(spec) for spec in letters.specs if not spec.partial and spec.divides(shape, mesh)]
+    return ", ".join(specs[:_MOST_SHOWN]) + (", …" if len(specs) > _MOST_SHOWN else "")
+
+
+def _parsed(pattern: str, text: str) -> Spec:
+    """The spec that a constraint asks for. Raises ConstraintError where it is none."""
     try:
         spec = parse_spec(text)
     except ShardingError as error:
@@ -113,13 +140,27 @@ def _constraint_spec(pattern: str, text: str, mesh: Mesh) -> Spec:
         raise ConstraintError(
             f"constraint {pattern!r}: {text} names the owner of a tensor, which is chosen with all others; leave it out"
         )
-    unknown = spec.axes - set(mesh.names)
-    if unknown:
-        raise ConstraintError(
-            f"constraint {pattern!r} uses axis {', '.join(sorted(unknown))}, the mesh is {mesh}; name its axes or set "
-            "Options.mesh"
-        )
     return spec
+
+
+def _matched(program: Program, pattern: str, spec: Spec) -> list[tuple[Key, tuple[int, ...]]]:
+    """The names that a pattern means, with their shapes: parameters and values that it matches; or, where it matches none, the
+    parameters of the modules that it matches which have as many dims as the spec."""
+    named = [
+        (key, shape)
+        for key, shape in _named(program)
+        if fnmatch.fnmatchcase(key[1] if key[0] == "param" else f"{key[1]}.{key[2]}", pattern)
+    ]
+    return named or [
+        (("param", name), p.type.shape)
+        for name, p in program.parameters.items()
+        if len(p.type.shape) == len(spec.dims) and fnmatch.fnmatchcase(_module_of(name), pattern)
+    ]
+
+
+def _module_of(parameter: str) -> str:
+    """The module that has a parameter."""
+    return parameter.rpartition(".")[0]
 
 
 def _named(program: Program) -> Iterator[tuple[Key, tuple[int, ...]]]:

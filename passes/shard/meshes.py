@@ -11,11 +11,11 @@ the rows, `cp` shares them, `tp` is inside.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.cluster import ClusterSpec
 from autopar.ir.mesh import Mesh
-from autopar.options import Options
+from autopar.options import MESH_AXES, Options
 from autopar.passes.shard.uneven import for_rows
 
 REPLICA = "replica"
@@ -34,8 +34,9 @@ def odd_part(n: int) -> int:
 def candidate_meshes(
     cluster: ClusterSpec, options: Options, ranks: int | None = None, rows: int | None = None
 ) -> list[Mesh]:
-    """The forced mesh, or: one axis over all ranks, two axes with the inner one inside the fast links, the odd part apart, and
-    three axes where a microbatch has fewer rows than there are ranks to take them.
+    """The forced mesh, or those with the sizes of axes that are asked for, or: one axis over all ranks, two axes with the inner
+    one inside the fast links, the odd part apart, and three axes where a microbatch has fewer rows than there are ranks to take
+    them.
 
     ranks: of a stage of a pipeline (default: the whole cluster). rows: of a microbatch, where they are known.
     """
@@ -43,9 +44,11 @@ def candidate_meshes(
     forced = options.forced_mesh(ranks, cluster.size)
     if forced is not None:
         return [for_rows(forced, rows, options.rebalance)]
-    meshes = [Mesh.of(dp=ranks)]
     fast = cluster.levels[0].group_size if cluster.levels else ranks
     inner = sorted({k for k in (2, 4, 8, fast) if 1 < k < ranks and ranks % k == 0 and k <= fast}, reverse=True)
+    if options.axes is not None:
+        return [for_rows(mesh, rows, options.rebalance) for mesh in _with_axes(options.axes, ranks, [1, *inner])]
+    meshes = [Mesh.of(dp=ranks)]
     for k in inner[:3]:
         meshes.append(Mesh.of(dp=ranks // k, tp=k))
     if rows is not None:
@@ -54,6 +57,17 @@ def candidate_meshes(
     if 1 < odd < ranks and (odd, ranks // odd) not in {tuple(mesh.sizes.values()) for mesh in meshes}:
         meshes.append(Mesh.of(**{REPLICA: odd, "dp": ranks // odd}))
     return [for_rows(mesh, rows, options.rebalance) for mesh in meshes]
+
+
+def _with_axes(axes: Mapping[str, int], ranks: int, inner: Sequence[int]) -> Iterator[Mesh]:
+    """The meshes of so many ranks whose axes have these sizes; `tp` takes one of `inner` and `dp` the rest where they are not
+    named. None where that leaves ranks over."""
+    rest, over = divmod(ranks, math.prod(axes.values()))
+    for k in (1,) if "tp" in axes else inner:
+        free = {"dp": rest // k, "tp": k}
+        sizes = {name: axes.get(name, free.get(name, 1)) for name in MESH_AXES}
+        if not over and math.prod(sizes.values()) == ranks:
+            yield Mesh.of(**({name: n for name, n in sizes.items() if n > 1} or {"dp": 1}))
 
 
 def _context_meshes(ranks: int, rows: int, fast: int, inner: Sequence[int]) -> list[Mesh]:

@@ -338,11 +338,18 @@ class Problem:
         if whole is not None and "parameters" in self.setting.offload:
             runs = ()
         in_runs = (pair for pair in runs if updated or pair[0] == pair[1])
-        kept = self._kept(key, chain(((specs[a], specs[b]) for a, b in pairs), in_runs))
+        every = [*chain(((specs[a], specs[b]) for a, b in pairs), in_runs)]
+        kept = self._kept(key, every)
         if whole is not None and not kept:
             raise InfeasibleError(
                 f"its optimizer updates {whole} as a whole tensor, which the strategy or the constraints forbid; leave it whole "
                 "(strategy 'dp' or 'auto'), or use an elementwise optimizer such as AdamW"
+            )
+        if not kept:
+            possible_specs = ", ".join(dict.fromkeys(str(storage) for storage, _ in every))
+            raise InfeasibleError(
+                f"no choice is left for param {name} on mesh {self.mesh}; loosen the constraints that match it; it may rest as "
+                f"{possible_specs}"
             )
         return kept
 

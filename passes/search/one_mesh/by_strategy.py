@@ -95,29 +95,27 @@ def _on_meshes(
     asked, fell_short = task.options.strategy, False
     candidates: list[PricedPlan] = []
 
-    def solved(question: tuple[Mesh, str]) -> PricedPlan | Shortage | InfeasibleError | None:
+    def solved(question: tuple[Mesh, str]) -> PricedPlan | Shortage | InfeasibleError | ConstraintError | None:
         mesh, strategy = question
         try:
             return solve_mesh(task.on(mesh), strategy, budgets[mesh], recompute=policy)
         except InfeasibleError as error:
             return error if strategy == asked else None
-        except ConstraintError:
-            if strategy == asked and mesh in first:
-                raise
-            return None
+        except ConstraintError as error:
+            return error if strategy == asked and mesh in first else None
 
     questions = [(mesh, strategy) for mesh in budgets for strategy in _strategies(asked, mesh, task.layout is not None)]
-    without_choice: list[InfeasibleError] = []
+    without_choice: list[InfeasibleError | ConstraintError] = []
     with task.workers.answers(solved, questions) as results:
         for (_, strategy), result in zip(questions, results, strict=True):
             if isinstance(result, Shortage):
                 fell_short = fell_short or strategy == asked
-            elif isinstance(result, InfeasibleError):
+            elif isinstance(result, (InfeasibleError, ConstraintError)):
                 without_choice.append(result)
             elif result is not None:
                 candidates.append(result)
     if without_choice and not candidates and not fell_short:
-        raise without_choice[0]
+        raise without_choice[-1]
     candidates.sort(key=lambda c: (c.solution.cost, c.solution.memory))
     if not candidates:
         return [], fell_short

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from autopar.errors import InfeasibleError
+from autopar.errors import ConstraintError, InfeasibleError
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ir.schedules import InFlight, Schedule, one_at_a_time
@@ -165,7 +165,7 @@ def _by_joint(joint: JointSearch, budget: float) -> tuple[StagePlan, Solution] |
         joint.forget_budgets()  # which were asked for before depends on the process that was asked
         point = joint.within(budget or math.inf, _JOINT_CLOSE)
         return None if isinstance(point, Shortage) else (point.plan, solution_of(point, joint.fastest.seconds))
-    except InfeasibleError:
+    except (InfeasibleError, ConstraintError):
         return None
 
 
@@ -174,7 +174,7 @@ def _by_policy(task: Task, mesh: Mesh, budget: float, groups: int, policy: str) 
     try:
         on = task.on(mesh, _first_stage(task, groups))
         result = solve_mesh(on, task.options.strategy, budget or None, _CLOSE, policy)
-    except InfeasibleError:
+    except (InfeasibleError, ConstraintError):
         return None
     return None if isinstance(result, Shortage) else (result.plan.stages[0], result.solution)
 

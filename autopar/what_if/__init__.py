@@ -1,0 +1,1 @@
+"""What if: a program solved again with something changed, and what that makes of its step, by cause."""

@@ -1,0 +1,73 @@
+"""The commands of docs/what_if.md run as they are printed, on a small model."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from autopar.cli.plan import main
+from tests.test_house import ROOT
+
+PAGE = (ROOT / "docs" / "what_if.md").read_text()
+COMMANDS = re.findall(r"\| `(autopar plan [^`]*)` \|", PAGE)
+MODEL = """
+import functools
+
+import torch
+
+import autopar
+from benchmarks.models import Gpt, next_token_loss
+
+
+def step():
+    ids = torch.zeros(16, 16, dtype=torch.long)
+    return {
+        "model": Gpt(vocab=64, seq=16, dim=32, heads=4, layers=1),
+        "example_inputs": (ids, ids),
+        "loss_fn": next_token_loss,
+        "optimizer": functools.partial(torch.optim.AdamW, lr=1e-3),
+    }
+
+
+def quickly():
+    return step() | {"options": autopar.Options(explain_s=0.0)}
+"""
+SAYS = {
+    "--memory-gb": "training on 8 ranks",
+    "--mesh": "tp=4",
+    "nodes=2": "nodes=2: ",
+    "strategy=fsdp": "strategy=fsdp: ",
+    "--export": "training on 8 ranks",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the model of the page, in which commands run."""
+    (tmp_path / "my_model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_model", raising=False)
+    return tmp_path
+
+
+def test_the_page_has_the_five_questions() -> None:
+    assert len(COMMANDS) == 5
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=list(SAYS))
+def test_a_command_of_the_page_answers(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(shlex.split(command)[1:]) == 0
+    said = capsys.readouterr().out
+    assert SAYS[next(word for word in SAYS if word in command)] in said
+    assert (folder / "launch.sh").exists() == ("launch.sh" in command)
+
+
+def test_what_does_not_fit_is_answered(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "my_model:quickly", "--cluster", "dgx-h100", "--memory-gb", "1"]) == 1
+    answer = capsys.readouterr().out
+    assert answer.startswith("does not fit: short by ")
+    assert " of 1 GB; devices of about " in answer
