@@ -363,12 +363,14 @@ def _check(request: Request) -> None:
 
 def _check_axes(options: Options, ranks: int) -> None:
     """Raises InputError where the ranks of a cluster do not divide by the sizes of axes that are asked for."""
-    sizes = dict(options.axes or {})
-    wanted = prod(sizes.values()) * (options.pp or 1)
-    if ranks % wanted:
-        words = ", ".join(f"{axis}={n}" for axis, n in {**sizes, **({"pp": options.pp} if options.pp else {})}.items())
+    if options.axes is None:
+        return
+    wanted, stages = prod(options.axes.values()), options.pp or 1
+    if ranks % wanted or ranks < wanted * stages:
+        sizes = dict(options.axes) | ({"pp": stages} if stages > 1 else {})
+        words = ", ".join(f"{axis}={n}" for axis, n in sizes.items())
         raise InputError(
-            f"{words} takes a multiple of {wanted} ranks, the cluster has {ranks}; make the sizes divide {ranks}"
+            f"{words} takes a multiple of {wanted} ranks, at least {wanted * stages}, the cluster has {ranks}; choose other sizes"
         )
 
 
