@@ -44,6 +44,7 @@ from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import Plan
 from autopar.program import ParallelProgram, emit
 from autopar.report.pareto import Pareto, pareto_of
+from autopar.report.torch_trace import trace
 from autopar.request import Request, checked_options, make_request
 from autopar.runtime.data.schema import is_integer, shown
 from autopar.runtime.update.update_rule import ClipNorm, LossScaling, OptimizerFactory, SchedulerFactory, UpdateRule
@@ -217,7 +218,9 @@ def _decided(option: Option) -> tuple[Option, Decision]:
 def compile_request(request: Request) -> ParallelProgram:
     """The program of a request: `compile` once its arguments are checked."""
     program = _compiled(request, RuleBook())
-    return with_forms(program, lambda form: _compiled(form, program.rules, program))
+    program = with_forms(program, lambda form: _compiled(form, program.rules, program))
+    trace(program)
+    return program
 
 
 def _compiled(request: Request, rules: RuleBook, first: ParallelProgram | None = None) -> ParallelProgram:
