@@ -1,8 +1,5 @@
 """`autopar plan`: what `autopar.compile` would do with a model on a cluster, without writing a line of Python.
 
-autopar plan my_package.models:step --cluster dgx-h100 --nodes 8
-autopar plan config.json --cluster dgx-h100 --nodes 8 --batch 64 --sequence 8192 --precision bf16
-
 MODEL is a function that returns the arguments of `autopar.compile` after the cluster left out, as a dict or as (model,
 example_inputs); or the config.json of a Hugging Face model, which the installed transformers builds, without weights, as a
 language model that is trained on tokens.
@@ -17,22 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import autopar.api
-from autopar.cli import price
 from autopar.cli.asked_model import arguments_of
 from autopar.cli.cluster_argument import read_cluster
-from autopar.errors import AutoparError, InputError
+from autopar.cli.command import Commands, add
+from autopar.cli.terminal import show
+from autopar.errors import InputError
 from autopar.exchange.formats import FORMATS
 from autopar.ir.memory_levers import PRECISIONS
 from autopar.options import Options
 from autopar.program import ParallelProgram
 
+EXAMPLE = "autopar plan examples.command_line:step --cluster dgx-h100 --out plan.json"
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    commands = argparse.ArgumentParser(prog="autopar", description="Plans of models on clusters.")
-    by_name = commands.add_subparsers(dest="command", required=True)
-    price.add_parser(by_name)
-    plan = by_name.add_parser("plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+def add_parser(commands: Commands) -> None:
+    """The command among those of `autopar`."""
+    plan = add(commands, "plan", run, __doc__, EXAMPLE)
     plan.add_argument("model", metavar="MODEL", help="module:function, or a config.json of transformers")
     plan.add_argument(
         "--cluster", required=True, help="a preset such as dgx-h100, a cluster file, or here: this machine"
@@ -55,7 +52,6 @@ def parser() -> argparse.ArgumentParser:
         help=f"write the plan in a format of {', '.join(FORMATS)}; may be given again",
     )
     plan.add_argument("--json", action="store_true", help="meshes, seconds and bytes as JSON in place of the report")
-    return commands
 
 
 def planned(args: argparse.Namespace) -> ParallelProgram:
@@ -71,23 +67,18 @@ def planned(args: argparse.Namespace) -> ParallelProgram:
     return autopar.api.compile(cluster=cluster, **{"options": Options(**given), **arguments})
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command; 0, or 2 after an error, which goes to standard error."""
-    args = parser().parse_args(argv)
-    try:
-        if args.command == "price":
-            print(price.run(args))
-            return 0
-        program = planned(args)
-        exported = [program.export(name, path) for name, path in args.export]
-    except AutoparError as error:
-        print(f"autopar: {error}", file=sys.stderr)
-        return 2
+def run(args: argparse.Namespace) -> int:
+    """Plan the model, and print what was decided; 0. Raises AutoparError."""
+    program = planned(args)
+    exported = [program.export(name, path) for name, path in args.export]
     if args.out is not None:
         program.plan.save(args.out)
     for one in exported:
         print(one, file=sys.stderr)
-    print(json.dumps(facts(program)) if args.json else program.report())
+    if args.json:
+        print(json.dumps(facts(program)))
+    else:
+        show(program.report())
     return 0
 
 
@@ -103,7 +94,3 @@ def facts(program: ParallelProgram) -> dict[str, Any]:
         "peak_bytes": predicted.peak_bytes,
         "seconds": dict(program.timings),
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())
