@@ -1,89 +1,37 @@
-"""autopar: a plain PyTorch model and a cluster in, one readable parallel PyTorch program per rank out."""
+"""autopar: a plain PyTorch model and a cluster in, one readable parallel PyTorch program per rank out.
+
+The public names are imported when the first of them is asked for, so that what needs none of them, such as `autopar --help`,
+starts at once.
+"""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autopar.public import *  # noqa: F403
+    from autopar.public import __all__ as __all__
 
 _HERE = Path(__file__).parent
 if not (_HERE / "passes").is_dir():  # a checkout: passes, costmodel and codegen lie beside this folder
-    __path__.append(str(_HERE.parent))
-
-from autopar.api import compile, pareto
-from autopar.capture.known.known_blocks import forward_of
-from autopar.cluster import ClusterSpec
-from autopar.compiled import Prediction
-from autopar.errors import (
-    AutoparError,
-    CaptureError,
-    CheckError,
-    ClusterError,
-    ConstraintError,
-    CoupledError,
-    EmitError,
-    InfeasibleError,
-    InputError,
-    MemoryLimitError,
-    PlanError,
-    ShardingError,
-)
-from autopar.ops.custom import register_op
-from autopar.ops.experts import experts
-from autopar.ops.grouped import grouped_mm
-from autopar.ops.scan import linear_scan
-from autopar.options import Entry, Options
-from autopar.plan import Plan
-from autopar.program import ParallelProgram
-from autopar.program import ParallelProgram as Program
-from autopar.proof.check import Check, check
-from autopar.proof.random_plans import random_plan
-from autopar.proof.verify import Verification, verify
-from autopar.report.run_result import RunResult
-from autopar.runtime.errors import ExpertOverflow, GuardError
-from autopar.runtime.program.rows import DataShard
-from autopar.runtime.run.loaded import load
-from autopar.runtime.update.update_rule import ClipNorm, LossScaling, UpdateRule
-from autopar.script.parallelize import parallelize
-from autopar.script.step import Step
+    __path__.append(str(_HERE.parent))  # noqa: F405
 
 __version__ = "0.1.0"
-__all__ = [
-    "AutoparError",
-    "CaptureError",
-    "Check",
-    "CheckError",
-    "ClipNorm",
-    "ClusterError",
-    "ClusterSpec",
-    "ConstraintError",
-    "CoupledError",
-    "DataShard",
-    "EmitError",
-    "Entry",
-    "ExpertOverflow",
-    "GuardError",
-    "InfeasibleError",
-    "InputError",
-    "LossScaling",
-    "MemoryLimitError",
-    "Options",
-    "ParallelProgram",
-    "Plan",
-    "PlanError",
-    "Prediction",
-    "Program",
-    "RunResult",
-    "ShardingError",
-    "Step",
-    "UpdateRule",
-    "Verification",
-    "check",
-    "compile",
-    "experts",
-    "forward_of",
-    "grouped_mm",
-    "linear_scan",
-    "load",
-    "parallelize",
-    "pareto",
-    "random_plan",
-    "register_op",
-    "verify",
-]
+
+
+def __getattr__(name: str) -> object:
+    """A public name, or a module below this package. Raises AttributeError."""
+    if name.startswith("__") and name != "__all__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import autopar.public as public
+
+    globals().update({one: getattr(public, one) for one in public.__all__}, __all__=public.__all__)
+    if name not in globals():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    """The names that are there, public names included."""
+    from autopar.public import __all__ as public_names
+
+    return sorted({*globals(), *public_names})

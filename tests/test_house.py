@@ -105,7 +105,11 @@ POINTS_ELSEWHERE = ("Of", "That", "Those", "What", "It", "They", "These")
 
 PLACE = {room: place for place, line in enumerate(ORDER.split("\n")) for room in line.split()}
 WINGS = ("passes", "costmodel", "codegen")
-ENTRANCES = {"autopar": "the public names, which it imports from everywhere", "autopar.passes": "imports nothing"}
+ENTRANCES = {
+    "autopar": "gives the public names when they are asked for",
+    "autopar.public": "the public names, which it imports from everywhere",
+    "autopar.passes": "imports nothing",
+}
 """Packages that are in no room."""
 MOST_ROOT_MODULES = 10
 

@@ -74,13 +74,14 @@ def test_installed_wings_import_from_anywhere(tmp_path: Path) -> None:
 
 
 def imported_from(cwd: Path, *after: Path) -> set[Path]:
-    """Files of the modules that `import autopar` loads in a folder. after: folders to look in after it; what is installed
+    """Files of the modules that the public names load in a folder.after: folders to look in after it; what is installed
     beside this interpreter is found, but for editable installations (they need the .pth files that -S skips)."""
     paths = [*map(str, after), *dict.fromkeys(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib"))]
     code = f"""
 import sys
 sys.path += {paths}
 import autopar
+autopar.compile
 print(*(m.__file__ for name, m in sys.modules.items() if name.split(".")[0] == "autopar"), sep="\\n")
 """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -28,7 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=float, default=120.0, help="after which no further change is planned (default: 120)"
     )
-    parser.add_argument("--json", action="store_true", help="the advice as JSON")
 
 
 def is_program(directory: Path) -> bool:

@@ -1,4 +1,4 @@
-"""The sections of `autopar-dump`: for each, its lines for people and its part of the JSON."""
+"""The sections of `autopar dump`: for each, what it prints for people and its part of the JSON."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.cli.saved import Saved
+from autopar.cli.terminal import Block, Heading, Table
 from autopar.ir.mesh import Mesh
 from autopar.ir.text import short_op, size_text, time_text
 from autopar.plan import show_strategy
@@ -127,7 +128,7 @@ def _function(function: FunctionFacts) -> Iterator[str]:
     yield f"  return {', '.join(function.results)}"
 
 
-def collective_lines(saved: Saved) -> Iterator[str]:
+def collective_lines(saved: Saved) -> Iterator[Block]:
     """A row per collective: how often a step runs it, over which axis, bytes of the full array, seconds in all."""
     rows = sorted((c for stage in saved.stages for c in stage.collectives), key=lambda c: -c.times * c.nbytes)
     if not rows:
@@ -141,12 +142,12 @@ def collective_lines(saved: Saved) -> Iterator[str]:
     table += [
         (str(c.times), c.kind, c.axis, size_text(c.nbytes), time_text(c.time_s), " ".join(c.what.split())) for c in rows
     ]
-    yield from _columns(table)
+    yield _table(table, 0, 3, 4)
     for one in saved.program.by_node:
         yield f"inside nodes, then between them: {one.show()}"
 
 
-def parameter_lines(saved: Saved) -> Iterator[str]:
+def parameter_lines(saved: Saved) -> Iterator[Block]:
     """A row per parameter: how it is stored, how gradient and optimizer state are."""
     rows: dict[str, ParameterFacts] = {}
     for number, stage in enumerate(saved.stages):
@@ -158,7 +159,7 @@ def parameter_lines(saved: Saved) -> Iterator[str]:
     for name, row in rows.items():
         state = row.gradient_and_optimizer if row.trained else "(not trained)"
         table.append((name, row.stored, state, size_text(row.local_bytes)))
-    yield from _columns(table)
+    yield _table(table, 3)
 
 
 def schedule_lines(saved: Saved) -> Iterator[str]:
@@ -183,7 +184,7 @@ def schedule_lines(saved: Saved) -> Iterator[str]:
         yield f"{name} lives in stages {', '.join(map(str, stages))}, owned by {stages[0]}"
 
 
-def memory_lines(saved: Saved) -> Iterator[str]:
+def memory_lines(saved: Saved) -> Iterator[Block]:
     """Bytes per rank by kind, and what keeping less for backward would cost."""
     program = saved.program
     yield f"peak {size_text(program.peak_bytes)} per rank"
@@ -193,25 +194,21 @@ def memory_lines(saved: Saved) -> Iterator[str]:
         yield f"stage {number}: {kinds}; a microbatch keeps {size_text(stage.held_bytes)}"
         if curve is not None:
             places = {**curve.policies, "the plan": curve.chosen}
-            yield from _columns(
-                [
-                    ("recompute", "kept", "made again"),
-                    *((name, size_text(b), time_text(s)) for name, (b, s) in places.items()),
-                ]
-            )
+            rows = ((name, size_text(b), time_text(s)) for name, (b, s) in places.items())
+            yield _table([("recompute", "kept", "made again"), *rows], 1, 2)
 
 
-def _columns(table: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    for row in table:
-        yield "  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+def _table(rows: Sequence[tuple[str, ...]], *right: int) -> Table:
+    """A table under its first row. right: columns of numbers."""
+    head, *others = rows
+    return Table(head, others, right, indent=4)
 
 
 @dataclass(frozen=True)
 class Section:
     """lines: for people. facts: plain data for JSON, of program.json's with the plan's."""
 
-    lines: Callable[[Saved], Iterator[str]]
+    lines: Callable[[Saved], Iterator[Block]]
     facts: Callable[[Facts], Any]
 
 
@@ -251,9 +248,14 @@ SECTIONS = {
 }
 
 
-def as_text(saved: Saved, names: Sequence[str]) -> str:
+def blocks(saved: Saved, names: Sequence[str]) -> Iterator[Block]:
     """The chosen sections for people."""
-    return "\n\n".join(f"{name}\n" + "\n".join(f"  {s}" for s in SECTIONS[name].lines(saved)) for name in names)
+    for n, name in enumerate(names):
+        if n:
+            yield ""
+        yield Heading(name)
+        for block in SECTIONS[name].lines(saved):
+            yield f"  {block}" if isinstance(block, str) else block
 
 
 def as_json(saved: Saved, names: Sequence[str]) -> str:

@@ -1,7 +1,6 @@
-"""`autopar-estimate`: seconds and bytes of a training step for a transformer, a cluster and a plan; or the best plans.
+"""`autopar estimate`: seconds and bytes of a training step for a transformer, a cluster and a plan.
 
-autopar-estimate --model llama3-8b --cluster dgx-h100 --nodes 4 --batch 128 --plan dp=8,tp=4
-autopar-estimate --config config.json --cluster cluster.yaml --batch 512 --search
+With `--search` these are the best plans that were found: `--config config.json --cluster cluster.yaml --batch 512 --search`.
 """
 
 from __future__ import annotations
@@ -9,21 +8,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from autopar.cli.cluster_argument import read_cluster
+from autopar.cli.command import Commands, add, alone
 from autopar.cli.model_config import read_config
+from autopar.cli.terminal import Table, show
 from autopar.cluster import ClusterSpec
 from autopar.costmodel.estimator.search import SearchResult, search
 from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
 from autopar.costmodel.estimator.step import Estimate, estimate
 from autopar.costmodel.estimator.workload import StepPlan
 from autopar.costmodel.software import Software, emitted_on
-from autopar.errors import AutoparError, ConstraintError, InputError
+from autopar.errors import ConstraintError, InputError
 
 _LLAMA3: dict[str, Any] = {"kv_heads": 8, "vocab": 128256, "seq_len": 8192, "gated_mlp": True}
 _GPT: dict[str, Any] = {"gated_mlp": False}
@@ -73,51 +72,49 @@ def read_model(args: argparse.Namespace) -> TransformerShape:
     return TransformerShape(**fields, name=args.model)
 
 
-def show(console: Console, e: Estimate, cluster: ClusterSpec) -> None:
-    """One estimate as tables."""
-    table = Table(title=f"{cluster.name}: {cluster.size} x {cluster.pace(0, cluster.size).name}", show_header=False)
-    table.add_row("step", f"{e.step_time_s:.4g} s")
-    table.add_row("tokens/s per device", f"{e.tokens_per_s_per_device:,.0f}")
-    table.add_row("model FLOPs utilisation", f"{e.mfu:.1%}")
-    table.add_row("bubble", f"{e.bubble_fraction:.1%}")
+def estimate_table(e: Estimate, cluster: ClusterSpec) -> Table:
+    """One estimate as a table."""
+    rows = [
+        ("step", f"{e.step_time_s:.4g} s"),
+        ("tokens/s per device", f"{e.tokens_per_s_per_device:,.0f}"),
+        ("model FLOPs utilisation", f"{e.mfu:.1%}"),
+        ("bubble", f"{e.bubble_fraction:.1%}"),
+    ]
     for name, seconds in e.breakdown.items():
-        table.add_row(f"  {name.replace('_', ' ')}", f"{seconds:.4g} s  ({seconds / e.step_time_s:.1%})")
+        rows.append((f"  {name.replace('_', ' ')}", f"{seconds:.4g} s  ({seconds / e.step_time_s:.1%})"))
     for kind, what in e.comm.items():
-        table.add_row(
-            f"{kind} communication", f"{what['total_s']:.4g} s, {what['exposed_share']:.1%} of the step exposed"
-        )
-    for kind, held in e.memory_bytes.items():
-        if held:
-            table.add_row(f"memory: {kind}", f"{held / 1e9:.2f} GB")
+        exposed = f"{what['total_s']:.4g} s, {what['exposed_share']:.1%} of the step exposed"
+        rows.append((f"{kind} communication", exposed))
+    rows += [(f"memory: {kind}", f"{held / 1e9:.2f} GB") for kind, held in e.memory_bytes.items() if held]
     room = cluster.pace(0, cluster.size).memory_bytes / 1e9
-    table.add_row("fits", f"{'yes' if e.fits else 'NO'} (device has {room:.1f} GB)")
-    console.print(table)
+    rows.append(("fits", f"{'yes' if e.fits else 'NO'} (device has {room:.1f} GB)"))
+    return Table((), rows, title=f"{cluster.name}: {cluster.size} x {cluster.pace(0, cluster.size).name}")
 
 
-def show_search(console: Console, result: SearchResult) -> None:
+def search_table(result: SearchResult) -> Table:
     """The best plans as a table."""
-    table = Table(
-        title=f"{result.enumerated} parts of the space: {result.out_of_memory} too large, {result.pruned} pruned by "
+    title = (
+        f"{result.enumerated} parts of the space: {result.out_of_memory} too large, {result.pruned} pruned by "
         f"their bound, {result.timed} timed"
     )
-    for name in ("step s", "MFU", "GB", "dp", "tp", "pp", "cp", "ep", "vpp", "zero", "micro"):
-        table.add_column(name, justify="right")
-    for name in ("recompute", "schedule", "why"):
-        table.add_column(name)
+    sizes = ("dp", "tp", "pp", "cp", "ep", "vpp", "zero", "micro")
+    rows = []
     for c in result.best:
         p, e = c.plan.parallel, c.estimate
-        sizes = (p.dp, p.tp, p.pp, p.cp, p.ep, p.vpp or 1, p.zero, c.plan.micro_batch)
+        numbers = (p.dp, p.tp, p.pp, p.cp, p.ep, p.vpp or 1, p.zero, c.plan.micro_batch)
         held = f"{e.memory_bytes['reserved'] / 1e9:.1f}"
         choices = (c.plan.recompute, c.plan.schedule, c.reason)
-        table.add_row(f"{e.step_time_s:.4g}", f"{e.mfu:.1%}", held, *map(str, sizes), *choices)
-    console.print(table)
+        rows.append((f"{e.step_time_s:.4g}", f"{e.mfu:.1%}", held, *map(str, numbers), *choices))
+    head = ("step s", "MFU", "GB", *sizes, "recompute", "schedule", "why")
+    return Table(head, rows, right=tuple(range(3 + len(sizes))), title=title)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    p = argparse.ArgumentParser(
-        prog="autopar-estimate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+EXAMPLE = "autopar estimate --model llama3-8b --cluster dgx-h100 --nodes 4 --batch 128 --plan dp=8,tp=4"
+
+
+def add_parser(commands: Commands) -> None:
+    """The command among those of `autopar`."""
+    p = add(commands, "estimate", run, __doc__, EXAMPLE)
     p.add_argument("--model", default="llama3-8b", help=f"one of {', '.join(MODELS)}")
     p.add_argument("--config", help="a Hugging Face config.json instead of --model")
     p.add_argument("--seq-len", type=int, help="sequence length (default: the model's)")
@@ -138,52 +135,55 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--offload", default="none", choices=("none", "activations", "optimizer"))
     p.add_argument("--search", action="store_true", help="find the best plans")
     p.add_argument("--json", action="store_true", help="print JSON")
-    return p
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Command line. Returns 0, or 2 with one line on stderr for what the user can fix."""
-    args = parser().parse_args(argv)
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    try:
-        model, cluster = read_model(args), read_cluster(args.cluster, args.nodes)
-        asked = args.precision or cluster.half_dtype
-        precision = asked if asked == "mxfp8" else {"fp4": "float4"}.get(asked, asked)
-        is_emitted = args.kernels == "emitted"
-        software = (
-            replace(emitted_on(cluster), precision=precision) if is_emitted else Software(precision, args.kernels)
-        )
-        if args.search:
-            result = search(model, cluster, batch=args.batch, software=software)
-            if args.json:
-                plans = [
-                    {
-                        "parallel": c.plan.parallel.__dict__,
-                        "micro_batch": c.plan.micro_batch,
-                        "recompute": c.plan.recompute,
-                        "schedule": c.plan.schedule,
-                        "reason": c.reason,
-                        **c.estimate.to_dict(),
-                    }
-                    for c in result.best
-                ]
-                print(json.dumps(plans, indent=1))
-            else:
-                show_search(console, result)
-            return 0
-        sizes = parse_plan(args.plan)
-        rest = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1)
-        sizes.setdefault("dp", max(1, cluster.size // rest))
-        sequence = sizes.get("tp", 1) > 1 if args.sequence_parallel is None else args.sequence_parallel
-        parallel = ParallelConfig(**sizes, sequence_parallel=sequence)
-        plan = StepPlan(parallel, args.micro_batch, args.recompute, args.schedule, args.offload)
-        e = estimate(model, cluster, plan, batch=args.batch, software=software)
-        print(json.dumps(e.to_dict(), indent=1)) if args.json else show(console, e, cluster)
-    except AutoparError as err:
-        print(f"autopar-estimate: {err}", file=sys.stderr)
-        return 2
+def run(args: argparse.Namespace) -> int:
+    """Print the estimate, or the best plans; 0. Raises AutoparError."""
+    model, cluster = read_model(args), read_cluster(args.cluster, args.nodes)
+    asked = args.precision or cluster.half_dtype
+    precision = asked if asked == "mxfp8" else {"fp4": "float4"}.get(asked, asked)
+    is_emitted = args.kernels == "emitted"
+    software = replace(emitted_on(cluster), precision=precision) if is_emitted else Software(precision, args.kernels)
+    if args.search:
+        result = search(model, cluster, batch=args.batch, software=software)
+        if args.json:
+            print(json.dumps(found_plans(result), indent=1))
+        else:
+            show(search_table(result))
+        return 0
+    sizes = parse_plan(args.plan)
+    rest = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1)
+    sizes.setdefault("dp", max(1, cluster.size // rest))
+    sequence = sizes.get("tp", 1) > 1 if args.sequence_parallel is None else args.sequence_parallel
+    parallel = ParallelConfig(**sizes, sequence_parallel=sequence)
+    plan = StepPlan(parallel, args.micro_batch, args.recompute, args.schedule, args.offload)
+    e = estimate(model, cluster, plan, batch=args.batch, software=software)
+    if args.json:
+        print(json.dumps(e.to_dict(), indent=1))
+    else:
+        show(estimate_table(e, cluster))
     return 0
 
 
+def found_plans(result: SearchResult) -> list[dict[str, Any]]:
+    """The best plans with their estimates, as plain data."""
+    return [
+        {
+            "parallel": c.plan.parallel.__dict__,
+            "micro_batch": c.plan.micro_batch,
+            "recompute": c.plan.recompute,
+            "schedule": c.plan.schedule,
+            "reason": c.reason,
+            **c.estimate.to_dict(),
+        }
+        for c in result.best
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`autopar-estimate`, the command as a program of its own."""
+    return alone("estimate", add_parser, argv)
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

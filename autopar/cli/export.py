@@ -1,4 +1,4 @@
-"""`autopar-export OUT CHECKPOINT HF_DIR`: a checkpoint as safetensors, which `from_pretrained(HF_DIR)` loads.
+"""`autopar export OUT CHECKPOINT HF_DIR`: a checkpoint as safetensors, which `from_pretrained(HF_DIR)` loads.
 
 OUT is the emitted program that wrote CHECKPOINT with `run.py --save`; its manifest says what the model's own state dict
 holds, and under which names. Of a tied tensor one name is written, as `save_pretrained` does. Tensors are read and
@@ -19,19 +19,21 @@ from pathlib import Path
 
 import torch
 
-from autopar.errors import AutoparError, InputError
+from autopar.cli.command import Commands, add, alone
+from autopar.cli.terminal import show
+from autopar.errors import InputError
 from autopar.ir.text import size_text
 from autopar.runtime.checkpoint.checkpoint import TensorSource
 from autopar.runtime.checkpoint.weights import FLOATS, INDEX, SUFFIX
 from autopar.runtime.data.safetensors import DTYPES, file_order, header, tensor_bytes
 from autopar.runtime.data.schema import shown
 from autopar.runtime.data.whole_files import begin, commit, file_facts, finish, give_up, write_record
-from autopar.runtime.errors import RuntimeProgramError
 from autopar.runtime.program.manifest import Manifest
 
 Kind = tuple[torch.dtype, tuple[int, ...]]
 """The dtype and the shape of a tensor."""
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_FLOATS = {str(dtype).removeprefix("torch."): dtype for dtype in sorted(FLOATS, key=str)}
 _SIZE = re.compile(r"([0-9]{1,12})\s*([KMGT]B)?", re.IGNORECASE)
 
 
@@ -141,36 +143,39 @@ def size(words: str) -> int:
     return int(read[1]) * UNITS[(read[2] or "").upper()]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 2 after an error, which goes to standard error."""
-    parser = argparse.ArgumentParser(
-        prog="autopar-export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+EXAMPLE = "autopar export out/mlp out/mlp/weights hf"
+
+
+def add_parser(commands: Commands) -> None:
+    """The command among those of `autopar`."""
+    parser = add(commands, "export", run, __doc__, EXAMPLE)
     parser.add_argument("program", metavar="OUT", type=Path, help="what program.save(…) wrote")
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="what run.py --save wrote, or OUT/weights")
     parser.add_argument("directory", metavar="HF_DIR", type=Path, help="where the files go")
     parser.add_argument("--max-shard-size", type=size, default=size("5GB"), help="of a file (default: 5GB)")
-    floats = {str(dtype).removeprefix("torch."): dtype for dtype in sorted(FLOATS, key=str)}
-    parser.add_argument("--dtype", choices=tuple(floats), help="convert floats to it (default: as they are)")
+    parser.add_argument("--dtype", choices=tuple(_FLOATS), help="convert floats to it (default: as they are)")
     parser.add_argument("--config", type=Path, help="a config.json to copy into HF_DIR")
-    args = parser.parse_args(argv)
-    try:
-        if args.config is not None and not args.config.is_file():
-            raise InputError(f"--config {args.config}: there is no such file")
-        written = export(
-            args.program, args.checkpoint, args.directory, args.max_shard_size, floats.get(args.dtype), args.config
-        )
-    except (AutoparError, RuntimeProgramError) as error:
-        print(f"autopar-export: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"autopar-export: {error.filename or args.directory}: {error.strerror or error}", file=sys.stderr)
-        return 2
-    total = sum(path.stat().st_size for path in written)
-    print(
-        f"wrote {', '.join(path.name for path in written[:4])}{', …' if len(written) > 4 else ''}: {size_text(total)}"
-    )
+    parser.add_argument("--json", action="store_true", help="the files and their bytes, as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the files, and say which; 0. Raises InputError, CheckpointError, OSError."""
+    if args.config is not None and not args.config.is_file():
+        raise InputError(f"--config {args.config}: there is no such file")
+    dtype = _FLOATS.get(args.dtype)
+    written = export(args.program, args.checkpoint, args.directory, args.max_shard_size, dtype, args.config)
+    nbytes = {str(path): path.stat().st_size for path in written}
+    if args.json:
+        print(json.dumps({"files_bytes": nbytes}, indent=1))
+        return 0
+    names = ", ".join(path.name for path in written[:4]) + (", …" if len(written) > 4 else "")
+    show(f"wrote {names}: {size_text(sum(nbytes.values()))}")
     return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`autopar-export`, the command as a program of its own."""
+    return alone("export", add_parser, argv)
 
 
 if __name__ == "__main__":

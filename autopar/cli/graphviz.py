@@ -3,49 +3,36 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
+from autopar.cli.drawn_graph import Cluster, Node, clusters
 from autopar.cli.saved import Saved
-from autopar.ir.text import short_op
-from autopar.report.program_facts import FunctionFacts, TemplateFacts
 
 
 def as_dot(saved: Saved) -> str:
-    """Graphviz: a cluster per function, a node per line (collectives filled), edges labelled with specs."""
+    """Graphviz: a cluster per function, a node per line (messages filled), edges labelled with specs."""
     lines = ["digraph program {", "  rankdir=TB; node [shape=box, fontname=monospace, fontsize=10];"]
-    seen: list[tuple[str, TemplateFacts]] = []
-    for number, stage in enumerate(saved.stages):
-        for name, template in stage.templates.items():
-            if (name, template) in seen:
-                continue
-            seen.append((name, template))
-            prefix = f"stage_{number}_{name}" if len(saved.stages) > 1 else name
-            for kind, function in template.functions.items():
-                lines += _cluster(f"{prefix}_{kind}", function)
+    for cluster in clusters(saved):
+        lines += _cluster(cluster)
     return "\n".join([*lines, "}"])
 
 
-def _cluster(name: str, function: FunctionFacts) -> list[str]:
-    lines = [f"  subgraph {_quoted('cluster_' + name)} {{", f"    label={_quoted(name)};"]
-    origin: dict[str, tuple[str, str]] = {}
-    for argument, spec in function.arguments.items():
-        origin[argument] = (f"{name}/{argument}", spec)
-        lines.append(f"    {_quoted(origin[argument][0])} [label={_quoted(argument)}, shape=ellipse];")
-    edges = []
-    for i, row in enumerate(function.lines):
-        node = f"{name}/{i}"
-        filled = ", style=filled, fillcolor=lightsalmon" if row.axis else ""
-        label = short_op(row.op) + (f" over {row.axis}" if row.axis else "")
-        lines.append(f"    {_quoted(node)} [label={_quoted(label)}{filled}];")
-        for read in row.reads:
-            if read not in origin:
-                origin[read] = (f"{name}/{read}", "saved by forward")
-                lines.append(f"    {_quoted(origin[read][0])} [label={_quoted(read)}, shape=ellipse, style=dashed];")
-            edges.append(
-                f"    {_quoted(origin[read][0])} -> {_quoted(node)} [label={_quoted(origin[read][1])}, fontsize=8];"
-            )
-        for k, out in enumerate(row.out):
-            origin[out] = (node, row.specs[k] if k < len(row.specs) else "")
-    return [*lines, *edges, "  }"]
+def _cluster(cluster: Cluster) -> Iterator[str]:
+    yield f"  subgraph {_quoted('cluster_' + cluster.name)} {{"
+    yield f"    label={_quoted(cluster.name)};"
+    for node in cluster.nodes:
+        yield f"    {_quoted(node.name)} [label={_quoted(node.label)}{_style(node)}];"
+    for edge in cluster.edges:
+        yield f"    {_quoted(edge.source)} -> {_quoted(edge.target)} [label={_quoted(edge.spec)}, fontsize=8];"
+    yield "  }"
+
+
+def _style(node: Node) -> str:
+    if node.sends:
+        return ", style=filled, fillcolor=lightsalmon"
+    return {"argument": ", shape=ellipse", "saved": ", shape=ellipse, style=dashed", "call": ", penwidth=2"}.get(
+        node.kind, ""
+    )
 
 
 def _quoted(text: str) -> str:

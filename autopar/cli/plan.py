@@ -1,11 +1,5 @@
 """`autopar plan`: what `autopar.compile` would do with a model on a cluster, without writing a line of Python.
 
-autopar plan my_package.models:step --cluster dgx-h100 --nodes 8
-autopar plan config.json --cluster dgx-h100 --nodes 8 --batch 64 --sequence 8192 --precision bf16
-autopar plan config.json --cluster dgx-h100 --memory-gb 24
-autopar plan config.json --cluster dgx-h100 --mesh tp=4 --pin 'model.layers.*.mlp.up_proj=[@tp, .]'
-autopar plan config.json --cluster dgx-h100 --compare best strategy=fsdp
-
 MODEL is a function that returns the arguments of `autopar.compile` after the cluster left out, as a dict or as (model,
 example_inputs); or the config.json of a Hugging Face model, which the installed transformers builds, without weights, as a
 language model that is trained on tokens.
@@ -20,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import autopar.api
-from autopar.cli import changes_asked, pareto, price
+from autopar.cli import changes_asked, pareto
 from autopar.cli.asked_model import arguments_of
 from autopar.cli.cluster_argument import read_cluster
-from autopar.errors import AutoparError, InfeasibleError, InputError
+from autopar.cli.command import Commands, add
+from autopar.cli.terminal import show
+from autopar.errors import InfeasibleError, InputError
 from autopar.exchange.formats import FORMATS
 from autopar.ir.memory_levers import PRECISIONS
 from autopar.options import Options
@@ -31,13 +27,12 @@ from autopar.program import ParallelProgram
 from autopar.what_if.answer import no_fit
 from autopar.what_if.changes import changed_cluster, changed_options
 
+EXAMPLE = "autopar plan examples.command_line:step --cluster dgx-h100 --out plan.json"
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    commands = argparse.ArgumentParser(prog="autopar", description="Plans of models on clusters.")
-    by_name = commands.add_subparsers(dest="command", required=True)
-    price.add_parser(by_name)
-    plan = by_name.add_parser("plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+def add_parser(commands: Commands) -> None:
+    """The command among those of `autopar`."""
+    plan = add(commands, "plan", run, __doc__, EXAMPLE)
     plan.add_argument("model", metavar="MODEL", help="module:function, or a config.json of transformers")
     plan.add_argument(
         "--cluster", required=True, help="a preset such as dgx-h100, a cluster file, or here: this machine"
@@ -70,7 +65,6 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="meshes, seconds and bytes as JSON in place of the report")
     changes_asked.add_arguments(plan)
     pareto.add_arguments(plan)
-    return commands
 
 
 def asked(args: argparse.Namespace) -> dict[str, Any]:
@@ -88,41 +82,33 @@ def asked(args: argparse.Namespace) -> dict[str, Any]:
     return {**arguments, "cluster": cluster, "options": changed_options(options, changes)}
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command; 0, 1 where nothing fits the memory that was asked for, or 2 after an error, which goes to standard error."""
-    args = parser().parse_args(argv)
+def run(args: argparse.Namespace) -> int:
+    """Plan the model, and print what was decided; 0, or 1 where nothing fits the memory that was asked for. Raises AutoparError."""
+    arguments = asked(args)
+    say = print if args.json else show
+    if pareto.is_asked(args):
+        say(pareto.run(args, arguments))
+        return 0
     try:
-        if args.command == "price":
-            print(price.run(args))
-            return 0
-        arguments = asked(args)
-        if pareto.is_asked(args):
-            print(pareto.run(args, arguments))
-            return 0
-        try:
-            program = autopar.api.compile(**arguments)
-        except InfeasibleError as error:
-            if args.memory_gb is None:
-                raise
-            answer = no_fit(error, arguments["cluster"], arguments["options"])
-            print(changes_asked.no_fit_text(answer, args))
-            return 1
-        if args.compare is not None:
-            print(changes_asked.comparison(program, args))
-            return 0
-        exported = [program.export(name, path) for name, path in args.export]
-        for rank, path in args.memory_snapshot:
-            if not rank.isdecimal():
-                raise InputError(f"--memory-snapshot takes the number of a rank and a path, not {rank!r}")
-            program.memory_snapshot(path, rank=int(rank))
-    except AutoparError as error:
-        print(f"autopar: {error}", file=sys.stderr)
-        return 2
+        program = autopar.api.compile(**arguments)
+    except InfeasibleError as error:
+        if args.memory_gb is None:
+            raise
+        say(changes_asked.no_fit_text(no_fit(error, arguments["cluster"], arguments["options"]), args))
+        return 1
+    if args.compare is not None:
+        say(changes_asked.comparison(program, args))
+        return 0
+    exported = [program.export(name, path) for name, path in args.export]
+    for rank, path in args.memory_snapshot:
+        if not rank.isdecimal():
+            raise InputError(f"--memory-snapshot takes the number of a rank and a path, not {rank!r}")
+        program.memory_snapshot(path, rank=int(rank))
     if args.out is not None:
         program.plan.save(args.out)
     for one in exported:
         print(one, file=sys.stderr)
-    print(json.dumps(facts(program)) if args.json else program.report())
+    say(json.dumps(facts(program)) if args.json else program.report())
     return 0
 
 
@@ -136,10 +122,5 @@ def facts(program: ParallelProgram) -> dict[str, Any]:
         "schedule": program.plan.schedule,
         "step_time_s": predicted.step_time_s,
         "peak_bytes": predicted.peak_bytes,
-        "energy_J": predicted.energy_J,
         "seconds": dict(program.timings),
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

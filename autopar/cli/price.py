@@ -1,8 +1,5 @@
 """`autopar price CONFIG --model MODEL --cluster C`: how long a step of another system's configuration will take.
 
-autopar price launch.sh --model config.json --cluster dgx-h100 --nodes 8 --sequence 8192
-autopar price ds_config.json --model my_package.models:step --cluster cluster.yaml
-
 CONFIG is a command line of Megatron, a recipe of torchtitan, a JSON of DeepSpeed, a YAML of accelerate, a tp_plan, or FSDP2
 code as `autopar plan --export` writes it. MODEL is as for `autopar plan`. The layout is compiled, and said are seconds, tokens
 per second, utilisation, peak by cause, whether that fits, keys that mean nothing here, and what the nearest of the better
@@ -20,6 +17,8 @@ from typing import Any
 import autopar.api
 from autopar.cli.asked_model import arguments_of
 from autopar.cli.cluster_argument import read_cluster
+from autopar.cli.command import Commands, add
+from autopar.cli.terminal import show
 from autopar.compiled import Compiled
 from autopar.errors import InputError
 from autopar.exchange.formats import FORMATS, read_file
@@ -31,10 +30,12 @@ from autopar.program import ParallelProgram
 from autopar.report.answer import rate_text, room_facts, work_facts
 from autopar.report.better_plans import Better, better_plans
 
+EXAMPLE = "autopar price examples/ds_config.json --model examples.command_line:step --cluster dgx-h100"
 
-def add_parser(commands: Any) -> None:
+
+def add_parser(commands: Commands) -> None:
     """The command among those of `autopar`."""
-    price = commands.add_parser("price", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    price = add(commands, "price", run, __doc__, EXAMPLE)
     price.add_argument("config", metavar="CONFIG", type=Path, help="a configuration of another system")
     price.add_argument("--model", required=True, help="module:function, or a config.json of transformers")
     price.add_argument("--cluster", required=True, help="a preset such as dgx-h100, a cluster file, or here")
@@ -49,10 +50,14 @@ def add_parser(commands: Any) -> None:
     price.add_argument("--json", action="store_true", help="as JSON")
 
 
-def run(args: argparse.Namespace) -> str:
-    """The answer as text. Raises AutoparError."""
+def run(args: argparse.Namespace) -> int:
+    """Print the answer; 0. Raises AutoparError."""
     found = priced(args)
-    return json.dumps(found) if args.json else in_words(found)
+    if args.json:
+        print(json.dumps(found))
+    else:
+        show(in_words(found))
+    return 0
 
 
 def priced(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`autopar-tune OUT [-- torchrun's options]`: measures the plans that `program.save(OUT, candidates=…)` wrote, and keeps one.
+"""`autopar tune OUT [-- torchrun's options]`: measures the plans that `program.save(OUT, candidates=…)` wrote, and keeps one.
 
 Plans take turns, `--rounds` times, each in ranks of its own that `torchrun` starts: on one machine with as many
 processes as the program has ranks, else with the options after `--`, on every machine at once. `run.py` then
@@ -16,12 +16,15 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from autopar.cli import started
+from autopar.cli.command import INTERRUPTED, Commands, add, alone
 from autopar.cli.saved import Saved, read
 from autopar.cli.saved_profile import read_profile
+from autopar.cli.terminal import Table, show
 from autopar.cluster import ClusterSpec
-from autopar.errors import AutoparError, InputError
+from autopar.errors import InputError
 from autopar.ir.text import time_text
 from autopar.report.learned import learned
 from autopar.report.predicted_vs_measured import Profile
@@ -30,7 +33,6 @@ from autopar.runtime.data.whole_files import current, replace_file
 from autopar.runtime.program.manifest import TUNED
 
 LEARNED = "learned.json"
-INTERRUPTED = 130
 
 
 @dataclass
@@ -52,6 +54,16 @@ class Candidate:
         """The plan in words."""
         return f"{self.saved.plan.origin} {self.saved.plan.show_meshes()}"
 
+    def as_data(self, directory: Path) -> dict[str, Any]:
+        """The plan and its seconds as plain data. directory: of the program that it is a candidate of."""
+        return {
+            "folder": str(self.folder.relative_to(current(directory))),
+            "plan": self.shown,
+            "predicted_s": self.saved.program.predicted.step_time_s,
+            "measured_s": None if self.failed else self.step_s,
+            "failed": self.failed,
+        }
+
 
 def candidates_of(directory: Path) -> list[Candidate]:
     """The directory's own program, then those beside it. Raises InputError."""
@@ -66,7 +78,7 @@ def candidates_of(directory: Path) -> list[Candidate]:
 
 def measure(one: Candidate, arguments: argparse.Namespace, profile: Path) -> None:
     """Run a candidate for some steps and keep what was recorded."""
-    options = arguments.torchrun or ["--standalone", "--nproc-per-node", str(one.saved.program.ranks)]
+    options = arguments.more or ["--standalone", "--nproc-per-node", str(one.saved.program.ranks)]
     weights = arguments.weights or next((w for w in [arguments.directory / "weights"] if w.is_dir()), None)
     command = [sys.executable, "-m", "torch.distributed.run", *options, str(one.folder / "run.py")]
     command += ["--steps", str(arguments.steps), "--profile", str(profile)]
@@ -99,16 +111,7 @@ def tune(arguments: argparse.Namespace) -> list[Candidate]:
     fastest, *_ = ranked = sorted(candidates, key=lambda one: one.step_s)
     if fastest.step_s == float("inf"):
         raise InputError("no plan could be run: " + "; ".join(f"{one.shown}: {one.failed}" for one in candidates))
-    rows = [
-        {
-            "folder": str(one.folder.relative_to(directory)),
-            "plan": one.shown,
-            "predicted_s": one.saved.program.predicted.step_time_s,
-            "measured_s": None if one.failed else one.step_s,
-            "failed": one.failed,
-        }
-        for one in candidates
-    ]
+    rows = [one.as_data(directory) for one in candidates]
     chosen = None if fastest is candidates[0] else str(fastest.folder.relative_to(directory))
     cluster = ClusterSpec.from_dict(candidates[0].saved.program.cluster_described)
     known = learned(cluster, [(one.saved.program, run) for one in candidates for run in one.runs])
@@ -117,13 +120,12 @@ def tune(arguments: argparse.Namespace) -> list[Candidate]:
     return ranked
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, 2 when nothing could be measured, or 130 after Ctrl-C (other signals: 128 and their number)."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    split = words.index("--") if "--" in words else len(words)
-    parser = argparse.ArgumentParser(
-        prog="autopar-tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+EXAMPLE = "autopar tune out/mlp --steps 6 --rounds 1"
+
+
+def add_parser(commands: Commands) -> None:
+    """The command among those of `autopar`."""
+    parser = add(commands, "tune", run, __doc__, EXAMPLE)
     parser.add_argument("directory", type=Path, help="what program.save(…, candidates=…) wrote")
     parser.add_argument("--steps", type=int, default=12, help="of every run (default: 12)")
     parser.add_argument("--warmup", type=int, default=3, help="of them, not counted (default: 3)")
@@ -132,27 +134,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", help="as run.py takes it")
     parser.add_argument("--weights", help="as run.py takes it (default: those of the directory)")
     parser.add_argument("--backend", choices=tuple(BACKENDS))
-    arguments = parser.parse_args(words[:split])
-    arguments.torchrun = words[split + 1 :]
+    parser.add_argument("--json", action="store_true", help="the plans with their seconds, as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure the plans, and print them; 0, or 130 after Ctrl-C (other signals: 128 and their number). Raises InputError."""
+    if not 0 <= args.warmup < args.steps or args.rounds < 1:
+        raise InputError("--steps must be more than --warmup, and --rounds at least 1")
     try:
-        if not 0 <= arguments.warmup < arguments.steps or arguments.rounds < 1:
-            raise InputError("--steps must be more than --warmup, and --rounds at least 1")
         with started.interruptible():
-            ranked = tune(arguments)
+            ranked = tune(args)
     except KeyboardInterrupt:
-        print("autopar-tune: interrupted; what it started was ended, and no plan is chosen", file=sys.stderr)
+        print(f"{args.prog}: interrupted; what it started was ended, and no plan is chosen", file=sys.stderr)
         return INTERRUPTED
-    except (AutoparError, OSError) as error:
-        print(f"autopar-tune: {error}", file=sys.stderr)
-        return 2
-    for one in ranked:
-        predicted_s = one.saved.program.predicted.step_time_s
-        took = one.failed or f"{time_text(one.step_s):>10}  ({time_text(predicted_s)} predicted)"
-        print(f"{'*' if one is ranked[0] else ' '} {one.shown:60} {took}")
-    print(
-        f"{arguments.directory / 'run.py'} runs the first; {arguments.directory / LEARNED} is the cluster as measured"
-    )
+    if args.json:
+        print(json.dumps({"plans": [one.as_data(args.directory) for one in ranked]}, indent=1))
+        return 0
+    rows = [
+        (
+            "*" if one is ranked[0] else "",
+            one.shown,
+            one.failed or time_text(one.step_s),
+            time_text(one.saved.program.predicted.step_time_s),
+        )
+        for one in ranked
+    ]
+    show(Table(("", "plan", "step", "predicted"), rows, right=(2, 3)))
+    show(f"{args.directory / 'run.py'} runs the first; {args.directory / LEARNED} is the cluster as measured")
     return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`autopar-tune`, the command as a program of its own."""
+    return alone("tune", add_parser, argv)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 from autopar.capture.examples.trees import shapes_text
 from autopar.compiled import Compiled
 from autopar.costmodel.bill import hidden_seconds
-from autopar.ir.lines import Compute, Convert, Function, Line, Start, label
+from autopar.ir.lines import Compute, Convert, Function, Line, Start, TemplateCall, label
 from autopar.ir.lowered import LoweredStage, LoweredTemplate
 from autopar.ir.resting import resting_rows
 from autopar.passes.account.spent import spent
@@ -183,4 +183,5 @@ def _line(line: Line) -> LineFacts:
         source=line.source,
         axis=begun.step.axis if isinstance(begun, Convert) else None,
         sent=begun.sent if isinstance(begun, Compute) else (),
+        call=line.number if isinstance(line, TemplateCall) else None,
     )

@@ -33,7 +33,7 @@ INLINE = kept(inline=True)
 
 @dataclass(frozen=True, kw_only=True)
 class LineFacts:
-    """A line of a function."""
+    """A line of a function. call: of a template, by its number in the program."""
 
     out: tuple[str, ...]
     op: str
@@ -43,6 +43,7 @@ class LineFacts:
     source: Paragraph
     axis: str | None
     sent: tuple[Sent, ...]
+    call: Annotated[int, integer(0)] | None = field(default=None, metadata=kept(sparse=True))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import os
 import subprocess
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch import nn
 import autopar
 from autopar.cli.doctor import main
 from autopar.runtime.health.flight import Flight
+from tests.test_house import ROOT
 from tests.warm import python
 
 ALL = (0, 1, 2)
@@ -47,6 +49,17 @@ def test_the_rank_that_others_wait_for_is_named_with_its_last_messages(
     assert "all_reduce of float32[4] at layer 4 over dp (0, 1, 2)" in out
     assert main([str(tmp_path / "flight"), "--rank", "2"]) == 0
     assert "#5      waited for all_reduce of float32[5]" in capsys.readouterr().out
+
+
+def test_json_of_a_conclusion_is_as_its_schema_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for rank in (0, 2):
+        leave(tmp_path / "flight", rank, 6, waits=True)
+    leave(tmp_path / "flight", 1, 5, waits=False)
+    assert main([str(tmp_path), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    jsonschema.validate(said, json.loads((ROOT / "docs/schemas/doctor.json").read_text()))
+    assert (said["culprits"], said["ranks"]) == ([1], [0, 1, 2])
+    assert said["messages"]["1"][-1]["what"] == "all_reduce of float32[4] at layer 4"
 
 
 def test_a_rank_that_left_nothing_is_the_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -8,13 +8,21 @@ import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+import jsonschema
+import networkx as nx
 import pytest
 import torch
 from torch import nn
 
 import autopar
+from autopar.cli.drawn_graph import clusters, repeats
 from autopar.cli.dump import main
+from autopar.cli.dump_sections import SECTIONS
+from autopar.cli.graph_picture import graph_svg
+from autopar.cli.saved import read
+from autopar.ir.text import size_text
 from tests.ops.rings import Transformer, with_attention
+from tests.test_house import ROOT
 
 
 class Block(nn.Module):
@@ -76,8 +84,37 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().out
 
 
-def test_text_has_every_section(saved, capsys):
+def test_the_default_is_a_screenful_of_what_matters_most(saved, pipeline, capsys):
+    for directory, facts in (
+        (
+            saved,
+            ("plan        dp=2×tp=2, chosen by zero3", "0–3    dp=2×tp=2", "blocks ×3", "dp=2: ranks 0 2, and so on"),
+        ),
+        (pipeline, ("zb-h1 of 4 microbatches", "2–3    dp=2", "between stages: 2 transfers", "embed.weight and ")),
+    ):
+        text = said(capsys, str(directory))
+        assert len(text.splitlines()) <= 40
+        for part in (*facts, "Blocks, training on 4 ranks", "messages of a step", "all_gather", "more: --section"):
+            assert part in text, part
+        assert all(section in text for section in SECTIONS)
+
+
+def test_the_screenful_adds_up_as_the_sections_do(saved, capsys):
+    """The messages of a kind and axis are those of its collectives; shards are bytes of parameters on a rank."""
+    data = json.loads(said(capsys, str(saved), "--json"))
     text = said(capsys, str(saved))
+    (row,) = (line.split() for line in text.splitlines() if line.split()[:2] == ["all_gather", "dp"])
+    own = [one for one in data["collectives"] if (one["kind"], one["axis"]) == ("all_gather", "dp")]
+    assert int(row[2]) == sum(one["times"] for one in own)
+    assert " ".join(row[3:5]) == size_text(sum(one["times"] * one["nbytes"] for one in own))
+    (row,) = (line for line in text.splitlines() if line.startswith("  [@dp.tp, .]"))
+    held = [one["local_bytes"] for one in data["parameters"].values() if one["stored"].count(",")]
+    assert size_text(sum(held)) in row
+    assert f"and {len(held) - 1} more" in row
+
+
+def test_text_has_every_section(saved, capsys):
+    text = said(capsys, str(saved), "--all")
     for part in ("Blocks, training on 4 ranks", "mesh dp=2×tp=2", "dp=2: ranks 0 2 | 1 3", "tp=2: ranks 0 1 | 2 3"):
         assert part in text
     for section in ("plan", "calls", "graph", "collectives", "parameters"):
@@ -129,6 +166,76 @@ def test_dot_is_balanced_and_has_edges(saved, capsys):
     assert " -> " in text
 
 
+def test_the_graph_is_drawn_with_repeated_layers_once(saved, capsys):
+    root = ElementTree.fromstring(said(capsys, str(saved), "--section", "graph", "--format", "svg"))
+    texts = [element.text for element in root.findall(".//{*}text")]
+    groups = {group.get("id"): group for group in root.findall(".//{*}g") if group.get("id")}
+    assert {"calls", "embed_forward", "blocks_forward", "blocks_backward", "head_backward"} <= groups.keys()
+    calls = [element.text for element in groups["calls"].findall(".//{*}text")]
+    assert calls.count("blocks ×3") == 1
+    assert "blocks" not in calls
+    assert "f32[8@dp.tp, 4, 16]" in calls
+    assert "comm.all_reduce over tp" in texts
+    kinds = {box.get("class"): box.get("fill") for box in root.findall(".//{*}rect")}
+    assert kinds["node all_reduce"] not in (kinds["node op"], None)
+
+
+@pytest.mark.parametrize(
+    ("labels", "parts"),
+    [
+        ("", []),
+        ("abc", [(0, 1, 1), (1, 1, 1), (2, 1, 1)]),
+        ("abbbc", [(0, 1, 1), (1, 1, 3), (4, 1, 1)]),
+        ("abcbcd", [(0, 1, 1), (1, 2, 2), (5, 1, 1)]),
+        ("aabaab", [(0, 3, 2)]),
+    ],
+)
+def test_repeated_parts_are_found(labels, parts):
+    assert [*repeats(labels)] == parts
+
+
+def test_boxes_of_the_graph_do_not_lie_on_each_other_and_edges_go_down(saved):
+    root = ElementTree.fromstring(graph_svg(read(saved)))
+    for group in (one for one in root.findall(".//{*}g") if one.get("id")):
+        sizes = [
+            [float(box.get(key, "nan")) for key in ("x", "y", "width", "height")]
+            for box in group.findall(".//{*}rect")
+            if "node" in box.get("class", "")
+        ]
+        for n, (x, y, width, height) in enumerate(sizes):
+            for other_x, other_y, other_width, other_height in sizes[:n]:
+                beside = x >= other_x + other_width or other_x >= x + width
+                assert beside or y >= other_y + other_height or other_y >= y + height
+        paths = [path.get("d", "") for path in group.findall(".//{*}path")]
+        assert paths
+        assert sizes
+        for path in paths:
+            numbers = [float(number) for number in re.findall(r"-?[\d.]+", path)]
+            assert numbers[1] < numbers[-1]
+
+
+def test_calls_are_named_by_their_templates_and_slices_send_nothing(pipeline):
+    """The second stage has a call that is no line of its forward, and a step that cuts what every rank has."""
+    program = read(pipeline)
+    drawn = {cluster.name: [node for node in cluster.nodes if node.kind != "argument"] for cluster in clusters(program)}
+    lines = program.stages[1].functions["forward"].lines
+    named = [program.program.calls[line.call].template for line in lines if line.call is not None]
+    assert [node.label for node in drawn["stage_1_calls"] if node.kind == "call"] == named
+    assert {"blocks", "head", "part_1", "part_2"} <= set(named)
+    assert {node.kind for node in drawn["stage_1_calls"] if "shard" in node.label} == {"op"}
+
+
+def test_long_functions_are_drawn_in_blocks_of_consecutive_lines(saved):
+    """Every value that a block reads of another arrives by an edge, every message is counted, and nothing goes round."""
+    for cluster, whole in zip(clusters(read(saved), 4), clusters(read(saved)), strict=True):
+        boxes = [node for node in cluster.nodes if node.kind not in ("argument", "saved")]
+        assert len(boxes) <= 6 or cluster.name == "calls"
+        assert any(node.sends for node in cluster.nodes) == any(node.sends for node in whole.nodes)
+        assert nx.is_directed_acyclic_graph(nx.DiGraph([(edge.source, edge.target) for edge in cluster.edges]))
+        merged = {node.name: node for node in cluster.nodes}
+        assert all(edge.source in merged and edge.target in merged for edge in cluster.edges)
+
+
 def test_the_code_of_a_rank(saved, capsys):
     text = said(capsys, str(saved), "--rank", "3")
     assert "RANK = 3" in text
@@ -177,7 +284,7 @@ def test_the_chart_has_a_row_per_group_and_every_action(pipeline, capsys):
 
 
 def test_all_sections_of_a_pipeline(pipeline, capsys):
-    text = said(capsys, str(pipeline))
+    text = said(capsys, str(pipeline), "--all")
     for part in ("stage 1: ", "dp=2: ranks 2 3", "4 microbatches"):
         assert part in text, part
 
@@ -211,6 +318,7 @@ def test_one_stage_has_a_schedule_too(saved, capsys):
 
 def test_json_and_dot_of_a_pipeline_name_its_stages(pipeline, capsys):
     data = json.loads(said(capsys, str(pipeline), "--format", "json"))
+    jsonschema.validate(data, json.loads((ROOT / "docs/schemas/dump.json").read_text()))
     assert [t["kind"] for t in data["schedule"]["transfers"]] == ["value", "gradient"]
     assert data["schedule"]["shared"] == {"embed.weight": [0, 1]}
     assert autopar.Plan.from_dict(data["plan"]["plan"]) == autopar.Plan.load(pipeline / "plan.json")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.cli.plan import main
+from autopar.cli.main import main
 
 HERE = "tests.cli.test_plan"
 CLUSTER = ["--cluster", "dgx-h100"]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.cli.plan import main
+from autopar.cli.main import main
 from autopar.report.answer import work_facts
 
 HERE = "tests.cli.test_price"

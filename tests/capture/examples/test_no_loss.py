@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.cli.plan import main
+from autopar.cli.main import main
 
 X, Y = torch.randn(4, 8), torch.arange(4)
 SGD = functools.partial(torch.optim.SGD, lr=0.1)

@@ -1,0 +1,103 @@
+"""The output of commands: lines, headings and tables.
+
+On a terminal they are drawn by rich, as wide as the terminal is. Where output goes to a file or a pipe, or NO_COLOR is set, the
+same is plain text, whose columns are as wide as what stands in them, so that it is the same wherever it is written.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Heading:
+    """The name of what follows."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells under a head, which may be empty. right: columns of numbers, by index; indent: spaces before plain rows."""
+
+    head: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    right: tuple[int, ...] = ()
+    title: str = ""
+    indent: int = 0
+
+    def lines(self) -> Iterator[str]:
+        """The table as plain text."""
+        if self.title:
+            yield self.title
+        table = [*([self.head] if self.head else []), *self.rows]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        for row in table:
+            cells = (
+                f"{cell:>{width}}" if n in self.right else f"{cell:{width}}"
+                for n, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            yield (" " * self.indent + "  ".join(cells)).rstrip()
+
+
+Block = str | Heading | Table
+
+
+def plain(*blocks: Block) -> str:
+    """The blocks as plain text, without a line break at the end."""
+    lines: list[str] = []
+    for block in blocks:
+        lines += [*block.lines()] if isinstance(block, Table) else [block.text if isinstance(block, Heading) else block]
+    return "\n".join(lines)
+
+
+def is_drawn() -> bool:
+    """Whether standard output is a terminal on which colours are wanted."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def show(*blocks: Block) -> None:
+    """Print them."""
+    if not is_drawn():
+        print(plain(*blocks))
+        return
+    import rich.box
+    import rich.table
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.text import Text
+
+    console = Console(markup=False, emoji=False, highlight=False)
+    for block in blocks:
+        if isinstance(block, Table):
+            drawn = rich.table.Table(
+                title=Text(block.title) if block.title else None,
+                title_justify="left",
+                show_header=bool(block.head),
+                box=rich.box.SIMPLE_HEAD if block.head else None,
+            )
+            for n, name in enumerate(block.head or ("",) * max(map(len, block.rows), default=0)):
+                drawn.add_column(Text(name), justify="right" if n in block.right else "left", overflow="fold")
+            for row in block.rows:
+                drawn.add_row(*map(Text, row))
+            console.print(Padding(drawn, (0, 0, 0, block.indent)))
+        elif isinstance(block, Heading):
+            console.print(Text(block.text, style="bold cyan"))
+        else:
+            console.print(Text(block), soft_wrap=True)
+
+
+@contextmanager
+def status(text: str) -> Iterator[Callable[[str], None]]:
+    """While it lasts, a terminal says on standard error what is being done. Gives a function that says it anew."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(text) as shown:
+        yield lambda said: shown.update(said)
