@@ -20,7 +20,7 @@ from autopar.ir.setting import Setting
 from autopar.options import Options
 from autopar.passes.account.program import Account
 from autopar.passes.account.spent import Spent, spent
-from autopar.passes.memory.peak import peak_kinds
+from autopar.passes.memory.step_peaks import peak_kinds
 from autopar.passes.price.pricer import Pricers
 from autopar.passes.recompute.curve import Curve, curves
 from autopar.passes.rules.book import RuleBook

@@ -20,7 +20,7 @@ import autopar.api
 from autopar.cli import price
 from autopar.cli.asked_model import arguments_of
 from autopar.cli.cluster_argument import read_cluster
-from autopar.errors import AutoparError, InputError
+from autopar.errors import AutoparError, InfeasibleError, InputError
 from autopar.exchange.formats import FORMATS
 from autopar.ir.memory_levers import PRECISIONS
 from autopar.options import Options
@@ -54,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
         metavar=("FORMAT", "PATH"),
         help=f"write the plan in a format of {', '.join(FORMATS)}; may be given again",
     )
+    plan.add_argument("--html", type=Path, metavar="PATH", help="write the page of the plan here, also of one that does not fit")
     plan.add_argument("--json", action="store_true", help="meshes, seconds and bytes as JSON in place of the report")
     return commands
 
@@ -80,7 +81,11 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         program = planned(args)
         exported = [program.export(name, path) for name, path in args.export]
+        if args.html is not None:
+            program.report_html(args.html)
     except AutoparError as error:
+        if isinstance(error, InfeasibleError) and getattr(args, "html", None) is not None and error.make_program:
+            error.report_html(args.html)
         print(f"autopar: {error}", file=sys.stderr)
         return 2
     if args.out is not None:
