@@ -108,7 +108,9 @@ class InfeasibleError(AutoparError):
         """Write what does not fit as a page: the smallest plan, what fills its memory, and what would do. Raises EmitError where
         no such plan was found, or the file cannot be written."""
         if self.make_program is None:
-            raise EmitError(f"there is no page of what does not fit, as no smallest plan was found: {self}")
+            raise EmitError(
+                "there is no page of what does not fit, as no smallest plan is known: leave the stages open (pp=)"
+            )
         written: Path = self.make_program().report_html(path, refused=self)
         return written
 

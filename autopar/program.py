@@ -90,7 +90,7 @@ class ParallelProgram(Compiled):
     ) -> Path:
         """Write the plan as a page: one HTML file that needs nothing else.
 
-        profile: what `run(…, profile=True)` recorded, to stand beside the prediction. what_if, advice: answers as plain data, with
+        profile: what `run(…, profile=True)` recorded, to stand beside the prediction. what_if, advice: answers as plain data, by
         the fields that `autopar.report.page.answers` names. refused: why nothing fits, where this is the smallest plan. Raises
         EmitError where the file cannot be written, InputError for answers that lack a field.
         """

@@ -20,7 +20,8 @@ import autopar.api
 from autopar.cli import price
 from autopar.cli.asked_model import arguments_of
 from autopar.cli.cluster_argument import read_cluster
-from autopar.errors import AutoparError, InfeasibleError, InputError
+from autopar.cli.refused_page import print_page_of
+from autopar.errors import AutoparError, InputError
 from autopar.exchange.formats import FORMATS
 from autopar.ir.memory_levers import PRECISIONS
 from autopar.options import Options
@@ -54,7 +55,9 @@ def parser() -> argparse.ArgumentParser:
         metavar=("FORMAT", "PATH"),
         help=f"write the plan in a format of {', '.join(FORMATS)}; may be given again",
     )
-    plan.add_argument("--html", type=Path, metavar="PATH", help="write the page of the plan here, also of one that does not fit")
+    plan.add_argument(
+        "--html", type=Path, metavar="PATH", help="write a page of the plan here, or of what does not fit"
+    )
     plan.add_argument("--json", action="store_true", help="meshes, seconds and bytes as JSON in place of the report")
     return commands
 
@@ -84,9 +87,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.html is not None:
             program.report_html(args.html)
     except AutoparError as error:
-        if isinstance(error, InfeasibleError) and getattr(args, "html", None) is not None and error.make_program:
-            error.report_html(args.html)
         print(f"autopar: {error}", file=sys.stderr)
+        print_page_of(error, getattr(args, "html", None))
         return 2
     if args.out is not None:
         program.plan.save(args.out)

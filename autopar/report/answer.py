@@ -64,9 +64,9 @@ def _room(program: Compiled, device: DeviceSpec, axes: dict[str, int], nbytes: f
     """The memory of a device on which tensors take so many bytes."""
     options = program.options
     if options.memory_bytes is not None:
-        return RoomFacts(f"{device.name} (Options.memory_bytes)", {}, nbytes, float(options.memory_bytes))
+        return RoomFacts(f"{device.name}, as Options.memory_bytes says", {}, nbytes, float(options.memory_bytes))
     memory_bytes = device.memory_bytes * options.memory_fraction
-    name = device.name if options.memory_fraction == 1 else f"{device.name} (Options.memory_fraction)"
+    name = device.name if options.memory_fraction == 1 else f"{device.name}, as Options.memory_fraction says"
     causes = taken_bytes(program.cluster, axes, device, memory_bytes)
     if lost := fragmentation(device) * nbytes:
         causes["gaps of the allocator"] = lost

@@ -23,8 +23,8 @@ class Worst:
     """The moment at which a group of ranks has most bytes beside what rests.
 
     place: of its action in the group's row (None: when all actions are over). gradients, waiting, sent, outputs: parts of nbytes,
-    those of gradients, of what microbatches left behind that are waiting then, of what was sent before, and of outputs that the step
-    is to give. gradients_of: by stage. own: of waiting the bytes of the action's own microbatch. call: as of `Moment`.
+    those of gradients, of what microbatches left behind that are waiting then, of what was sent before, and of outputs that the
+    step is to give. gradients_of: by stage. own: of waiting the bytes of the action's own microbatch. call: as of `Moment`.
     """
 
     nbytes: float = 0.0
@@ -42,7 +42,8 @@ def group_peaks(graph: StageGraph, table: Table, stages: Sequence[StageMemory]) 
     """Largest bytes on a rank of every group over a step."""
     rows, sends = zip(graph.groups, table, strict=True), most_sends(len(graph.groups))
     return tuple(
-        sum(stages[s].resting_bytes for s in group) + worst_moment(group, row, stages, sends).nbytes for group, row in rows
+        sum(stages[s].resting_bytes for s in group) + worst_moment(group, row, stages, sends).nbytes
+        for group, row in rows
     )
 
 

@@ -27,7 +27,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Answer:
-    """What would be if something were otherwise. rows: of the differences by cause, in seconds and in bytes."""
+    """The answer to what would be if something were otherwise. causes: of the difference, in seconds and in bytes."""
 
     change: str
     sentence: str
@@ -44,11 +44,12 @@ class WhatIf:
 
 @dataclass(frozen=True)
 class AdviceShown:
-    """What limits the step, what is to be looked at first, and what to change. notes: sentences."""
+    """Advice: what limits the step, and what to change. notes: sentences that come first; in_words: of the suggestions."""
 
     notes: tuple[str, ...]
     limits: Table
     suggestions: Table
+    in_words: tuple[str, ...]
 
 
 def refused_of(room: RoomFacts, error: InfeasibleError | None) -> Refused | None:
@@ -57,7 +58,7 @@ def refused_of(room: RoomFacts, error: InfeasibleError | None) -> Refused | None
         return None
     answer = "Does not fit"
     if room.free_bytes < 0:
-        answer += f": short by {size_text(-room.free_bytes)} of {size_text(room.device_bytes)} ({room.device})"
+        answer += f": short by {size_text(-room.free_bytes)} of {size_text(room.device_bytes)} of {room.device}"
     if error is None:
         return Refused(f"{answer}.")
     rows = tuple(
@@ -86,12 +87,12 @@ def what_if_of(answers: Iterable[Mapping[str, Any]]) -> WhatIf | None:
     if not rows:
         return None
     head = ("If", "Step", "Step then", "Difference", "Peak", "Peak then")
-    return WhatIf(Table("What if", head, tuple(rows)), tuple(shown))
+    return WhatIf(Table("This plan beside others", head, tuple(rows)), tuple(shown))
 
 
 def advice_of(advice: Mapping[str, Any] | None) -> AdviceShown | None:
-    """The section of `Advice.facts()`; None where there is none. limits: stages, limit, limit_s, step_s and sentence; suggestions:
-    change, limit, step_before_s, step_after_s, batch_before, batch_after and sentence. Raises InputError."""
+    """The section of `Advice.facts()`; None where there is none. limits: stages, limit, limit_s and step_s; suggestions: change,
+    limit, step_before_s, step_after_s, batch_before, batch_after and sentence. Raises InputError."""
     if advice is None:
         return None
     limits, suggestions = _fields(advice, "advice", "limits", "suggestions")
@@ -100,20 +101,22 @@ def advice_of(advice: Mapping[str, Any] | None) -> AdviceShown | None:
         stages, limit, limit_s, step_s = _fields(one, "advice.limits", "stages", "limit", "limit_s", "step_s")
         share = f"{limit_s / step_s:.1%}" if step_s else "–"
         rows.append((", ".join(map(str, stages)), limit, time_text(limit_s), share, time_text(step_s)))
-    changes = []
+    changes, in_words = [], []
     for one in suggestions:
         change, limit, sentence = _fields(one, "advice.suggestions", "change", "limit", "sentence")
         before_s, after_s, before, after = _fields(
             one, "advice.suggestions", "step_before_s", "step_after_s", "batch_before", "batch_after"
         )
         batch = f"{before:,}" if before == after else f"{before:,} → {after:,}"
-        changes.append((change, limit, f"{time_text(before_s)} → {time_text(after_s)}", batch, sentence))
+        changes.append((change, limit, f"{time_text(before_s)} → {time_text(after_s)}", batch))
+        in_words.append(sentence)
     scaling = advice.get("scaling") or {}
     told = [*(one["sentence"] for one in advice.get("mismatches", ())), scaling.get("sentence"), advice.get("unscaled")]
     return AdviceShown(
         tuple(text for text in told if text),
         Table("What limits the step", ("Stages", "Limit", "Seconds", "Share", "Of a step"), tuple(rows), 2),
-        Table("What to change", ("Change", "Limit", "Step", "Batch", "In words"), tuple(changes), 5),
+        Table("Changes that were planned", ("Change", "Limit", "Step", "Batch"), tuple(changes), 2),
+        tuple(in_words),
     )
 
 

@@ -1,4 +1,4 @@
-"""The schedule as lanes: every group of ranks with its actions and messages, which lanes are like the one above, the step's end."""
+"""The schedule as lanes: every group of ranks with its actions and messages, which lanes are alike, and the end of the step."""
 
 from __future__ import annotations
 
@@ -105,18 +105,18 @@ def _messages(program: ProgramFacts) -> Table | None:
     """Messages in and beside an action of every stage, and between stages; neighbours that are alike are one."""
     told = program.schedule
     lists = (told.hidden, told.shown, told.beside, told.once)
-    shown = [
+    by_stage = [
         tuple(
-            (WORDS[kind], *(by.get((stage, kind), 0.0) for by in lists))
+            (WORDS[kind], *(time_text(by[stage, kind]) if (stage, kind) in by else "–" for by in lists))
             for kind in "FBW"
             if any((stage, kind) in by for by in lists)
         )
         for stage in range(len(program.stages))
     ]
-    rows = [
-        (span_text(first, last), what, *(time_text(s) if s else "–" for s in seconds), "–")
-        for first, last in runs(shown, lambda row: row)
-        for what, *seconds in shown[first]
+    rows: list[tuple[str, ...]] = [
+        (span_text(first, last), *cells, "–")
+        for first, last in runs(by_stage, lambda row: row)
+        for cells in by_stage[first]
     ]
     links = sorted(told.hand_over.items())
     for first, last in runs(links, lambda link: (link[0][1] - link[0][0], link[1])):
@@ -124,8 +124,18 @@ def _messages(program: ProgramFacts) -> Table | None:
         rows.append((f"{span_text(u, w)} → {span_text(v, x)}", "send", *("–",) * 4, time_text(seconds)))
     if not rows:
         return None
-    head = ("Stages", "Action", "Hidden in layers", "Exposed in layers", "Of parameters", "Of these once", "Between")
-    return Table("Messages of one microbatch", head, tuple(rows[:MOST_ROWS]), 2)
+    head = (
+        "Stages",
+        "Action",
+        "Hidden in layers",
+        "Exposed in layers",
+        "Of parameters",
+        "Of these once",
+        "Between stages",
+    )
+    used = [i for i in range(len(head)) if i < 2 or any(row[i] != "–" for row in rows)]
+    kept = tuple(tuple(row[i] for i in used) for row in rows[:MOST_ROWS])
+    return Table("Messages of one microbatch", tuple(head[i] for i in used), kept, 2)
 
 
 def _groups(program: ProgramFacts, plan: Plan, timeline: Timeline) -> Table:

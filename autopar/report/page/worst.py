@@ -98,7 +98,7 @@ def worst_rows(program: ProgramFacts, tree: Blocks) -> tuple[WorstRow, ...]:
 
 def _rows_of(node: Node, name: str) -> Iterator[WorstRow]:
     """Blocks that do something or are repeated, and what those around them have beside these. name: the node's qualified one."""
-    if node.code is not None or node.times > 1 or not node.children:
+    if node.code is not None or node.times > 1 or not any(c.children or c.code is not None for c in node.children):
         if node.at_worst:
             yield WorstRow(name, node.times, dict(node.at_worst))
         return

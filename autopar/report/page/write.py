@@ -37,8 +37,8 @@ def _asset(name: str) -> str:
 
 
 def page_html(program: ProgramFacts, plan: Plan, profile: Profile | None = None, **answers: Any) -> str:
-    """The page of a program as HTML, with a recorded run beside the prediction where one is given. answers: of `page_data`. Raises
-    InputError for answers that lack a field."""
+    """The page of a program as HTML, with a recorded run beside the prediction where one is given. answers: as `page_data` takes
+    them. Raises InputError for answers that lack a field."""
     return render(page_data(program, plan, profile, **answers))
 
 
