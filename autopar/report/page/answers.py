@@ -27,11 +27,13 @@ class Refused:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to what would be if something were otherwise. causes: of the difference, in seconds and in bytes."""
+    """The answer to what would be if something were otherwise. causes: of the difference, in seconds and in bytes; plan: what
+    is decided otherwise."""
 
     change: str
     sentence: str
     causes: Table
+    plan: Table
 
 
 @dataclass(frozen=True)
@@ -71,19 +73,31 @@ def refused_of(room: RoomFacts, error: InfeasibleError | None) -> Refused | None
 
 
 def what_if_of(answers: Iterable[Mapping[str, Any]]) -> WhatIf | None:
-    """The section of answers as data; None where there are none. Every answer has change and sentence (text), step_time_s and
-    peak_bytes (of this plan, and of the other), and seconds and bytes by cause, of the other more than of this plan. Raises
-    InputError."""
+    """The section of answers as data (`WhatIf.facts()`); None where there are none. Every answer has change and sentence (text),
+    step_time_s and peak_bytes (of this plan, and of the other; None where that does not fit), and may have seconds and bytes by
+    cause, of the other more than of this plan, and plan: what, before and after. Raises InputError."""
     rows, shown = [], []
     for answer in answers:
         change, sentence, times, peaks = _fields(answer, "what_if", "change", "sentence", "step_time_s", "peak_bytes")
         before_s, after_s = _pair(times, "what_if", "step_time_s")
         before, after = _pair(peaks, "what_if", "peak_bytes")
-        more = f"{after_s / before_s - 1:+.1%}" if before_s else "–"
-        rows.append((change, time_text(before_s), time_text(after_s), more, size_text(before), size_text(after)))
+        own = time_text(before_s), size_text(before)
+        if after_s is None or after is None:
+            rows.append((change, own[0], "does not fit", "–", own[1], "–"))
+        else:
+            more = f"{after_s / before_s - 1:+.1%}" if before_s else "–"
+            rows.append((change, own[0], time_text(after_s), more, own[1], size_text(after)))
         causes = [(cause, _signed(s, time_text)) for cause, s in answer.get("seconds", {}).items() if s]
         causes += [(cause, _signed(n, size_text)) for cause, n in answer.get("bytes", {}).items() if n]
-        shown.append(Answer(change, sentence, Table(f"{change}: the difference", ("Cause", "More"), tuple(causes))))
+        changed = tuple((one["what"], str(one["before"]), str(one["after"])) for one in answer.get("plan", ()))
+        shown.append(
+            Answer(
+                change,
+                sentence,
+                Table(f"{change}: the difference", ("Cause", "More"), tuple(causes)),
+                Table(f"{change}: the plan", ("What", "Here", "Then"), changed, 3),
+            )
+        )
     if not rows:
         return None
     head = ("If", "Step", "Step then", "Difference", "Peak", "Peak then")
@@ -130,11 +144,11 @@ def _fields(data: Mapping[str, Any], where: str, *names: str) -> Sequence[Any]:
     return [data[name] for name in names]
 
 
-def _pair(value: Any, where: str, name: str) -> tuple[float, float]:
+def _pair(value: Any, where: str, name: str) -> tuple[float, float | None]:
     """Before and after. Raises InputError."""
-    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2 or value[0] is None:
         raise InputError(f"report_html: {name} of {where} is two numbers, before and after, not {value!r}")
-    return float(value[0]), float(value[1])
+    return float(value[0]), None if value[1] is None else float(value[1])
 
 
 def _signed(amount: float, text: Any) -> str:

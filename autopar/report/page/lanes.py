@@ -129,8 +129,8 @@ def _messages(program: ProgramFacts) -> Table | None:
         "Action",
         "Hidden in layers",
         "Exposed in layers",
-        "Of parameters",
-        "Of these once",
+        "Of parameters, each",
+        "Of parameters, once",
         "Between stages",
     )
     used = [i for i in range(len(head)) if i < 2 or any(row[i] != "–" for row in rows)]

@@ -76,11 +76,12 @@ def test_where_no_smallest_plan_is_known_there_is_no_page(tmp_path: Path) -> Non
 def test_the_command_line_writes_the_page_before_it_fails(
     error: InfeasibleError, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(_: object) -> None:
+    def refused(**_: object) -> None:
         raise error
 
-    monkeypatch.setattr("autopar.cli.plan.planned", refused)
+    monkeypatch.setattr("autopar.api.compile", refused)
     path = tmp_path / "plan.html"
-    assert main(["plan", "any:model", "--cluster", "dgx-h100", "--html", str(path)]) == 2
+    model = "tests.report.page.test_not_fitting:with_one_wide_layer"
+    assert main(["plan", model, "--cluster", "dgx-h100", "--html", str(path)]) == 2
     assert "Does not fit: short by" in path.read_text()
     assert f"{path} is the page of the smallest plan" in capsys.readouterr().err

@@ -344,6 +344,13 @@ WHAT_IF = {
     "peak_bytes": [24e9, 16e9],
     "seconds": {"computing": -0.01, "messages in layers": 0.4},
     "bytes": {"parameters": -8e9},
+    "plan": [{"what": "mesh", "before": "dp=2", "after": "tp=4"}],
+}
+NO_FIT = {
+    "change": "memory_gb=1",
+    "sentence": "does not fit: short by 3 GB of 1 GB",
+    "step_time_s": [1.0, None],
+    "peak_bytes": [24e9, None],
 }
 SUGGESTION = {
     "change": "microbatches=8",
@@ -363,9 +370,13 @@ ADVICE = {
 
 
 def test_answers_of_others_are_sections_of_the_page(pipeline: autopar.ParallelProgram) -> None:
-    html = page_html(facts(pipeline), pipeline.plan, what_if=[WHAT_IF], advice=ADVICE)
+    html = page_html(facts(pipeline), pipeline.plan, what_if=[WHAT_IF, NO_FIT], advice=ADVICE)
     page = Page(html)
-    assert page.rows("what-if-table") == [["tp=4", "1 s", "1.12 s", "+12.0%", "24 GB", "16 GB"]]
+    assert page.rows("what-if-table") == [
+        ["tp=4", "1 s", "1.12 s", "+12.0%", "24 GB", "16 GB"],
+        ["memory_gb=1", "1 s", "does not fit", "–", "24 GB", "–"],
+    ]
+    assert page.rows("what-if-plan-1") == [["mesh", "dp=2", "tp=4"]]
     assert page.rows("what-if-1") == [
         ["computing", "-10 ms"],
         ["messages in layers", "+400 ms"],
@@ -373,7 +384,7 @@ def test_answers_of_others_are_sections_of_the_page(pipeline: autopar.ParallelPr
     ]
     assert page.rows("limits-table") == [["0, 1", "bubble", "500 ms", "25.0%", "2 s"]]
     assert page.rows("suggestions-table") == [["microbatches=8", "bubble", "1.9 s → 1.4 s", "8 → 16"]]
-    said = (WHAT_IF, SUGGESTION, ADVICE["scaling"], *ADVICE["mismatches"])
+    said = (WHAT_IF, NO_FIT, SUGGESTION, ADVICE["scaling"], *ADVICE["mismatches"])
     assert all(str(one["sentence"]) in html for one in said)
     without = page_html(facts(pipeline), pipeline.plan)
     assert 'id="advice"' not in without
