@@ -18,14 +18,17 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.cli.dump import main
 from autopar.errors import EmitError, InputError
-from autopar.ir.text import size_text
+from autopar.ir.text import size_text, time_text
 from autopar.plan import Plan
 from autopar.report import facts
 from autopar.report.page import page_html
 from autopar.report.page.tree import blocks
 from autopar.report.page.worst import worst_bytes, worst_rows
+from autopar.report.predicted_vs_measured import Profile
 from autopar.report.program_facts import ProgramFacts
+from autopar.runtime.comm.recorder import Recorder, Span, StepRecord
 from autopar.runtime.data.fields import from_data, to_data
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -325,6 +328,23 @@ def test_a_run_stands_beside_the_prediction(pipeline: autopar.ParallelProgram) -
         assert re.search(
             rf"^  {what} +{re.escape(predicted)} +{re.escape(measured)} +{re.escape(ratio)}$", text, re.MULTILINE
         )
+
+
+def test_a_saved_run_stands_on_the_page_of_a_saved_program(
+    pipeline: autopar.ParallelProgram, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    span = Span("F0.0", 0.0, 0.002)
+    step = StepRecord(0.01, (span,), ())
+    for rank in range(4):
+        recorder = Recorder(torch.device("cpu"))
+        recorder.steps.append(step)
+        (tmp_path / f"rank_{rank}.json").write_text(json.dumps(recorder.as_data(rank)))
+    saved = pipeline.save(tmp_path / "out")
+    assert main([str(saved), "--format", "html", "--profile", str(tmp_path)]) == 0
+    html = capsys.readouterr().out
+    assert html.strip() == page_html(facts(pipeline), pipeline.plan, Profile(((step,),) * 4)).strip()
+    (whole, *_) = Page(html).rows("measured-table-1")
+    assert whole[:3] == ["step", time_text(pipeline.predicted.step_time_s), "10 ms"]
 
 
 def test_a_plan_that_does_not_fit_says_how_much_is_short(pipeline: autopar.ParallelProgram) -> None:
