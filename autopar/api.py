@@ -20,7 +20,7 @@ from autopar.cluster import ClusterSpec, resized
 from autopar.cluster.arrangement import arranged, arrangements, placement_onto
 from autopar.codegen.factories import named_rule
 from autopar.compiled import Decision, Known
-from autopar.errors import ConstraintError, EmitError, InputError, NoRoomError, PlanError
+from autopar.errors import ConstraintError, EmitError, InfeasibleError, InputError, NoRoomError, PlanError
 from autopar.forms import captured_for, laid_out_as, setting_for, with_forms, with_others
 from autopar.ir.memory_levers import forced_offload
 from autopar.ir.program import Program
@@ -39,6 +39,7 @@ from autopar.passes.search.infrequent_gc import infrequent_gc
 from autopar.passes.search.overlap import overlapped
 from autopar.passes.search.placement import find_placement
 from autopar.passes.search.refused.explained import explained
+from autopar.passes.search.refused.smallest import SmallPlan
 from autopar.passes.search.replayed import replayed
 from autopar.passes.search.task import RankedPlans, Task
 from autopar.passes.shard.priced_plan import PricedPlan
@@ -259,7 +260,11 @@ def _compiled(request: Request, known: Known | None = None, first: ParallelProgr
             plans = [(task, replayed(task, request.plan, request.cluster))]
         else:
             alone = first is None and not (request.buckets or request.entries)
-            plans = overlapped(_searched(task, request.batch, setting), not alone)
+            try:
+                searched = _searched(task, request.batch, setting)
+            except InfeasibleError as error:
+                raise _with_program(error, request, task, capture_s) from None
+            plans = overlapped(searched, not alone)
         plans = [(owner, replace(one, plan=_of_cluster(one.plan, owner, listed))) for owner, one in plans]
         task, best = plans[0]
         if first is not None:
@@ -310,6 +315,26 @@ def _searched(task: Task, batch: int, setting_for: Callable[[int], Setting]) -> 
     if not plans:
         raise explained(task, batch, setting_for)
     return plans
+
+
+def _with_program(error: InfeasibleError, request: Request, task: Task, capture_s: float) -> InfeasibleError:
+    """The error with the program under the smallest plan, to be looked at, made when it is asked for."""
+    small: SmallPlan | None = error.smallest
+
+    def make() -> ParallelProgram:
+        assert small is not None
+        owner = small.task.changed()
+        owner.pricers = task.pricers  # those of the smallest plan stop at its deadline
+        plan, lowered = _of_cluster(small.candidate.plan, owner, request.cluster), small.candidate.lowered
+        assert lowered is not None
+        candidate = replace(small.candidate, plan=plan, account=owner.account(lowered, plan))
+        candidate = _on_ranks(owner, candidate, placement_onto(request.cluster, owner.cluster))
+        seconds = {"capture_s": capture_s, "plan_s": 0.0, "lower_s": 0.0}
+        captured = owner.batches.captured(owner.setting.microbatches)
+        return emit(request, captured, owner, [candidate], seconds, compile_request)
+
+    error.make_program = make if small is not None else None
+    return error
 
 
 def _on_ranks(task: Task, candidate: PricedPlan, onto: tuple[int, ...]) -> PricedPlan:

@@ -22,7 +22,7 @@ from autopar.passes.account.energy import step_energy_J
 from autopar.passes.account.program import Account
 from autopar.passes.account.spent import Spent, spent
 from autopar.passes.batch.microbatches import Microbatches
-from autopar.passes.memory.peak import peak_kinds
+from autopar.passes.memory.step_peaks import peak_kinds
 from autopar.passes.price.pricer import Pricers
 from autopar.passes.recompute.curve import Curve, curves
 from autopar.passes.rules.book import RuleBook

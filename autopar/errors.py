@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 OptionsT = TypeVar("OptionsT", covariant=True)
@@ -94,11 +95,24 @@ class InfeasibleError(AutoparError):
     """Nothing fits: the message says what is short, by how much, and what would fit.
 
     shortage: the smallest plan's bytes per rank, by kind, against the limit; None where what is short is not memory.
-    alternatives: the nearest changes under which a plan was found, each with its predicted step time and peak.
+    alternatives: the nearest changes under which a plan was found, each with its predicted step time and peak. smallest: the
+    smallest plan, as the search has it; None where no such plan was found. make_program: the program under it.
     """
 
     shortage: MemoryShortage | None = None
     alternatives: tuple[Change[Any, Any], ...] = ()
+    smallest: Any = None
+    make_program: Callable[[], Any] | None = None
+
+    def report_html(self, path: str | Path) -> Path:
+        """Write what does not fit as a page: the smallest plan, what fills its memory, and what would do. Raises EmitError where
+        no such plan was found, or the file cannot be written."""
+        if self.make_program is None:
+            raise EmitError(
+                "there is no page of what does not fit, as no smallest plan is known: leave the stages open (pp=)"
+            )
+        written: Path = self.make_program().report_html(path, refused=self)
+        return written
 
 
 class NoRoomError(InfeasibleError):

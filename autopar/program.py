@@ -24,7 +24,7 @@ from autopar.codegen.in_process import InProcess, load
 from autopar.codegen.pipeline import MovingRows, batch_shapes, pipeline_source
 from autopar.codegen.stage import stage_sources
 from autopar.compiled import Alternative, Compiled, Decision, Emitted
-from autopar.errors import AutoparError, EmitError, InputError
+from autopar.errors import AutoparError, EmitError, InfeasibleError, InputError
 from autopar.exchange.exported import Exported, export_plan
 from autopar.ir.by_node import ByNode
 from autopar.ir.lowered import LoweredProgram
@@ -98,10 +98,23 @@ class ParallelProgram(Compiled):
         planned; `Advice.left_out` names those. Raises InputError where the profile is of another number of ranks."""
         return advice_on(self, self.compile_again, profile, baseline, seconds)
 
-    def report_html(self, path: str | Path, *, profile: Profile | None = None) -> Path:
-        """Write the plan as a page: one HTML file that needs nothing else. profile: what `run(…, profile=True)` recorded, to
-        stand beside the prediction. Raises EmitError where the file cannot be written."""
-        return write_page(page_html(facts(self), self.plan, profile), path)
+    def report_html(
+        self,
+        path: str | Path,
+        *,
+        profile: Profile | None = None,
+        what_if: Sequence[Mapping[str, Any]] = (),
+        advice: Mapping[str, Any] | None = None,
+        refused: InfeasibleError | None = None,
+    ) -> Path:
+        """Write the plan as a page: one HTML file that needs nothing else.
+
+        profile: what `run(…, profile=True)` recorded, to stand beside the prediction. what_if, advice: answers as plain data, by
+        the fields that `autopar.report.page.answers` names. refused: why nothing fits, where this is the smallest plan. Raises
+        EmitError where the file cannot be written, InputError for answers that lack a field.
+        """
+        page = page_html(facts(self), self.plan, profile, what_if=what_if, advice=advice, refused=refused)
+        return write_page(page, path)
 
     def memory_snapshot(self, path: str | Path, *, rank: int = 0) -> Path:
         """Write the predicted life of a rank's tensors over a step in the form of `torch.cuda.memory._dump_snapshot`, which

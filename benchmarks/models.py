@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -104,3 +105,51 @@ def seeded_gpt(seq: int = 128, dim: int = 256) -> Gpt:
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """logits: (batch, seq, vocab), labels: (batch, seq)."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions of an image, told the time of diffusion between them. x: (batch, channels, height, width)."""
+
+    def __init__(self, channels: int, out: int, width: int) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.GroupNorm(8, channels), nn.GroupNorm(8, out)
+        self.conv_1, self.conv_2 = nn.Conv2d(channels, out, 3, padding=1), nn.Conv2d(out, out, 3, padding=1)
+        self.time = nn.Linear(width, out)
+        self.skip = nn.Conv2d(channels, out, 1) if channels != out else nn.Identity()
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        h = self.conv_1(F.silu(self.norm_1(x))) + self.time(time)[:, :, None, None]
+        out: Tensor = self.skip(x) + self.conv_2(F.silu(self.norm_2(h)))
+        return out
+
+
+class UNet(nn.Module):
+    """The noise in x: (batch, 3, height, width) at times t: (batch,), by a U-Net of three resolutions."""
+
+    def __init__(self, widths: tuple[int, ...] = (32, 64, 128)) -> None:
+        super().__init__()
+        time = 4 * widths[0]
+        self.time = nn.Sequential(nn.Linear(1, time), nn.SiLU(), nn.Linear(time, time))
+        self.first = nn.Conv2d(3, widths[0], 3, padding=1)
+        pairs = list(pairwise(widths))
+        self.down = nn.ModuleList(ResidualBlock(a, b, time) for a, b in pairs)
+        self.shrink = nn.ModuleList(nn.Conv2d(b, b, 3, stride=2, padding=1) for _, b in pairs)
+        self.middle = ResidualBlock(widths[-1], widths[-1], time)
+        self.grow = nn.ModuleList(nn.Conv2d(b, b, 3, padding=1) for _, b in reversed(pairs))
+        self.up = nn.ModuleList(ResidualBlock(2 * b, a, time) for a, b in reversed(pairs))
+        self.last = nn.Conv2d(widths[0], 3, 3, padding=1)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        time = self.time(t[:, None])
+        x = self.first(x)
+        skips = []
+        for block, shrink in zip(self.down, self.shrink, strict=True):
+            x = block(x, time)
+            skips.append(x)
+            x = shrink(x)
+        x = self.middle(x, time)
+        for grow, block in zip(self.grow, self.up, strict=True):
+            x = grow(F.interpolate(x, scale_factor=2.0))
+            x = block(torch.cat((x, skips.pop()), 1), time)
+        out: Tensor = self.last(x)
+        return out

@@ -25,25 +25,33 @@ from typing import Any
 import torch
 
 import autopar
-from autopar.report import facts
-from autopar.report.page import page_html, write_page
+from autopar.costmodel.estimator.shape import TransformerShape
 from benchmarks.harness import command_line
-from benchmarks.models import LLAMA_405B, Gpt, Llama, LlamaShape, next_token_loss
+from benchmarks.models import LLAMA_405B, Gpt, Llama, LlamaShape, UNet, next_token_loss
+from benchmarks.published_models import Transformer
 from tests.zoo.models import MODELS
 from tests.zoo.programs import compiled_zoo
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-4)
 LLAMA_8B = LlamaShape(layers=32, dim=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256)
-NOT_FITTING = "not fitting"
+DEEPSEEK_V3 = TransformerShape(
+    61, 7168, 128, 18432, 129280, 4096, kv_heads=128, gated_mlp=True, experts=256, topk=8, moe_ffn=2048, shared_experts=1,
+    first_dense_layers=3, mla=(1536, 512, 128, 64, 128), name="DeepSeek-V3",
+)  # fmt: skip
 OPENER = Path(__file__).with_name("page_open.js")
 
 
-def llama(shape: LlamaShape, devices: int, batch: int, seq: int, **options: Any) -> autopar.ParallelProgram:
-    """A Llama on the meta device."""
+def llama(
+    shape: LlamaShape, devices: int, batch: int, seq: int, device: str = "", **options: Any
+) -> autopar.ParallelProgram:
+    """A Llama on the meta device. device: of one machine without a preset, where it is another one."""
     with torch.device("meta"):
         model = Llama(shape, seq).to(torch.bfloat16)
         ids = torch.zeros(batch, seq, dtype=torch.long)
-    cluster = autopar.ClusterSpec.preset("dgx-h100", nodes=devices // 8)
+    if device:
+        cluster = autopar.ClusterSpec.homogeneous(devices=devices, device=device)
+    else:
+        cluster = autopar.ClusterSpec.preset("dgx-h100", nodes=devices // 8)
     return autopar.compile(model, cluster, (ids, ids), optimizer=ADAMW, options=autopar.Options(**options))
 
 
@@ -59,6 +67,23 @@ def gpt(cluster: autopar.ClusterSpec, layers: int = 8, **options: Any) -> autopa
     model = Gpt(vocab=128, seq=32, dim=64, heads=4, layers=layers)
     options_of = autopar.Options(**options)
     return autopar.compile(model, cluster, (ids, ids), loss_fn=next_token_loss, optimizer=ADAMW, options=options_of)
+
+
+def deepseek_v3() -> autopar.ParallelProgram:
+    """DeepSeek-V3 on 1,024 devices, on the meta device."""
+    with torch.device("meta"):
+        model = Transformer(DEEPSEEK_V3).to(torch.bfloat16)
+        ids = torch.zeros(4096, DEEPSEEK_V3.seq_len, dtype=torch.long)
+    cluster = autopar.ClusterSpec.preset("dgx-h100", nodes=128)
+    options = autopar.Options(solver_time_limit_s=60.0)
+    return autopar.compile(model, cluster, (ids, ids), optimizer=ADAMW, options=options)
+
+
+def unet() -> autopar.ParallelProgram:
+    """A U-Net that predicts noise, 16 images a step."""
+    x, t = torch.zeros(16, 3, 32, 32), torch.zeros(16)
+    loss = torch.nn.functional.mse_loss
+    return autopar.compile(UNet(), HOST, (x, t, x), loss_fn=loss, optimizer=ADAMW)
 
 
 def mixed() -> autopar.ClusterSpec:
@@ -81,19 +106,19 @@ CASES: dict[str, Callable[[], autopar.ParallelProgram]] = {
     "pipeline 1f1b": lambda: gpt(HOST, pp=4, microbatches=8, schedule="1f1b"),
     "pipeline zb-v": lambda: gpt(HOST, pp=2, microbatches=8, schedule="zb-v", mesh={"dp": 2}),
     "mixed devices": lambda: gpt(mixed()),
-    NOT_FITTING: lambda: gpt(HOST, mesh={"dp": 4}),
+    "not fitting": lambda: gpt(HOST, mesh={"dp": 4}, memory_bytes=1.5e6, explain_s=20.0),
+    "u-net on 4": unet,
     "8B on 8": lambda: llama(LLAMA_8B, 8, 16, 2048),
+    "8B on one of 40 GB, not fitting": lambda: llama(LLAMA_8B, 1, 16, 2048, device="a100-40", explain_s=30.0),
+    "DeepSeek-V3 on 1024": deepseek_v3,
     "405B on 16384": lambda: llama(LLAMA_405B, 16384, 2048, 8192, solver_time_limit_s=60.0),
 }
 
 
-def written(program: autopar.ParallelProgram, path: Path, fits: bool) -> dict[str, Any]:
-    """Write a program's page; its bytes, and CPU seconds with the facts. fits: else a device of half the memory is told of."""
+def written(made: autopar.ParallelProgram | autopar.InfeasibleError, path: Path) -> dict[str, Any]:
+    """Write the page of a program, or of what does not fit; its bytes, and CPU seconds with the facts."""
     start_s = time.process_time()
-    told = facts(program)
-    if not fits:
-        told = dataclasses.replace(told, room=dataclasses.replace(told.room, device_bytes=told.room.needed_bytes / 2))
-    write_page(page_html(told, program.plan), path)
+    made.report_html(path)
     return {"write_s": round(time.process_time() - start_s, 3), "bytes": path.stat().st_size}
 
 
@@ -119,12 +144,13 @@ def main() -> None:
             if args.case and not any(wanted in name for wanted in args.case):
                 continue
             path = folder / f"{name.replace(' ', '_')}.html"
+            made: autopar.ParallelProgram | autopar.InfeasibleError
             try:
-                program = make()
-            except autopar.AutoparError as error:
-                results.append({"case": name, "error": str(error)})
-                continue
-            row = {"case": name, "plan": program.plan.show_meshes(), **written(program, path, name != NOT_FITTING)}
+                made = make()
+                plan = made.plan.show_meshes()
+            except autopar.InfeasibleError as error:
+                made, plan = error, str(error).splitlines()[0]
+            row = {"case": name, "plan": plan, **written(made, path)}
             results.append(row | (opened(path, args.node) if args.node else {}))
             print(json.dumps(results[-1]), file=sys.stderr, flush=True)
     print(json.dumps({"benchmark": "page", "results": results}, indent=1))

@@ -175,6 +175,15 @@ def hidden_seconds(stage: StageBill) -> dict[str, float]:
     return hidden
 
 
+def exposed_seconds(stage: StageBill, software: Software) -> dict[str, float]:
+    """Seconds by action of the messages of one microbatch's ops that nothing hides."""
+    exposed = dict.fromkeys("FBW", 0.0)
+    for call, times in stage.calls:
+        for action, work in zip("FBW", call.works, strict=True):
+            exposed[action] += times * work.non_overlapped_s(software)
+    return exposed
+
+
 Pipeline = Callable[[Durations], float]
 """Seconds of a schedule for all microbatches, its sends between stages included, from those of one action by (stage, kind)."""
 

@@ -42,7 +42,8 @@ class StreamWork:
 
 @dataclass(frozen=True)
 class Event:
-    """One bar of the timeline, seconds from the start of the step. action: what runs, where it is compute."""
+    """One bar of the timeline, seconds from the start of the step. action: what runs, where it is compute. sent: whose results
+    travel, where they go to another group, and peer, which that is."""
 
     group: int
     stream: str
@@ -50,6 +51,8 @@ class Event:
     start_s: float
     end_s: float
     action: Action | None = None
+    sent: Action | None = None
+    peer: int | None = None
 
     @property
     def stage(self) -> int:
@@ -251,8 +254,9 @@ def simulate(
             if sent + comm[link] > start:
                 start, cause_of_start = sent + comm[link], event_of[source]
             if comm[link] > 0:
-                name = f"send {played.item[source]}"
-                events.append(Event(played.row[source], "comm", name, sent, sent + comm[link]))
+                what = played.item[source]
+                arrives = sent + comm[link]
+                events.append(Event(played.row[source], "comm", f"send {what}", sent, arrives, sent=what, peer=i))
                 cause.append(event_of[source])
         if (i, action) in blocked_until and blocked_until[i, action][0] > start:
             start, cause_of_start = blocked_until[i, action]

@@ -18,6 +18,7 @@ from autopar.cli import changes_asked, pareto
 from autopar.cli.asked_model import arguments_of
 from autopar.cli.cluster_argument import read_cluster
 from autopar.cli.command import Commands, add
+from autopar.cli.refused_page import print_page_of
 from autopar.cli.terminal import show
 from autopar.errors import InfeasibleError, InputError
 from autopar.exchange.formats import FORMATS
@@ -62,6 +63,9 @@ def add_parser(commands: Commands) -> None:
         metavar=("RANK", "PATH"),
         help="write the predicted memory of a rank over a step as a pickle for pytorch.org/memory_viz; may be given again",
     )
+    plan.add_argument(
+        "--html", type=Path, metavar="PATH", help="write a page of the plan here, or of what does not fit"
+    )
     plan.add_argument("--json", action="store_true", help="meshes, seconds and bytes as JSON in place of the report")
     changes_asked.add_arguments(plan)
     pareto.add_arguments(plan)
@@ -83,7 +87,7 @@ def asked(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan the model, and print what was decided; 0, or 1 where nothing fits the memory that was asked for. Raises AutoparError."""
+    """Plan the model, and print what was decided; 0, or 1 where nothing fits the memory asked for. Raises AutoparError."""
     arguments = asked(args)
     say = print if args.json else show
     if pareto.is_asked(args):
@@ -92,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         program = autopar.api.compile(**arguments)
     except InfeasibleError as error:
+        print_page_of(error, args.html)
         if args.memory_gb is None:
             raise
         say(changes_asked.no_fit_text(no_fit(error, arguments["cluster"], arguments["options"]), args))
@@ -100,6 +105,8 @@ def run(args: argparse.Namespace) -> int:
         say(changes_asked.comparison(program, args))
         return 0
     exported = [program.export(name, path) for name, path in args.export]
+    if args.html is not None:
+        program.report_html(args.html)
     for rank, path in args.memory_snapshot:
         if not rank.isdecimal():
             raise InputError(f"--memory-snapshot takes the number of a rank and a path, not {rank!r}")

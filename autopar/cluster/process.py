@@ -62,10 +62,18 @@ def process_bytes(
 
 def tensor_room(cluster: ClusterSpec, axes: Mapping[str, int] | None, device: DeviceSpec, memory_bytes: float) -> float:
     """The bytes that tensors of a stage may take of so much memory of a device. axes: as of `process_bytes`."""
-    rows = process_bytes(cluster, axes, device)
-    if not rows:
-        return float(load_data("process.json")["host_share"]) * memory_bytes
+    rows = taken_bytes(cluster, axes, device, memory_bytes)
     return (memory_bytes - sum(rows.values())) / (1 + fragmentation(device))
+
+
+def taken_bytes(
+    cluster: ClusterSpec, axes: Mapping[str, int] | None, device: DeviceSpec, memory_bytes: float
+) -> dict[str, float]:
+    """Bytes by cause that tensors of a stage cannot take of so much memory of a device, gaps of the allocator aside. axes: as of
+    `process_bytes`."""
+    if device.kind == "gpu":
+        return process_bytes(cluster, axes, device)
+    return {"Python, libraries and the heap": (1 - float(load_data("process.json")["host_share"])) * memory_bytes}
 
 
 def fragmentation(device: DeviceSpec) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from autopar.cluster.process import fragmentation, process_bytes
+from autopar.cluster.device import DeviceSpec
+from autopar.cluster.process import fragmentation, taken_bytes
 from autopar.codegen.pipeline import batch_shapes
 from autopar.compiled import Alternative, Compiled
 from autopar.ir.program import Program
@@ -54,17 +55,28 @@ def work_facts(program: Compiled) -> WorkFacts:
 
 
 def room_facts(program: Compiled) -> RoomFacts:
-    """The memory of the device that is fullest, by share; on CPUs nothing is counted beside tensors."""
+    """The memory of the device that is fullest, by share, as the search held plans against it."""
     counted, cluster = program.account, program.cluster
     rooms: list[RoomFacts] = []
     for group, peak, on_kinds in zip(program.lowered.graph.groups, counted.peaks, counted.peaks_on_kinds, strict=True):
         mesh = program.plan.stages[group[0]].mesh
         kinds = [(cluster.device(rank), nbytes) for rank, nbytes in on_kinds.items()]
         for device, nbytes in kinds or [(cluster.pace(mesh.offset, mesh.size), peak)]:
-            causes = process_bytes(cluster, dict(mesh.axes), device)
-            causes |= {"gaps of the allocator": fragmentation(device) * nbytes} if causes else {}
-            rooms.append(RoomFacts(device.name, causes, nbytes + sum(causes.values()), device.memory_bytes))
+            rooms.append(_room(program, device, dict(mesh.axes), nbytes))
     return max(rooms, key=lambda one: one.needed_bytes / one.device_bytes)
+
+
+def _room(program: Compiled, device: DeviceSpec, axes: dict[str, int], nbytes: float) -> RoomFacts:
+    """The memory of a device on which tensors take so many bytes."""
+    options = program.options
+    if options.memory_bytes is not None:
+        return RoomFacts(f"{device.name}, as Options.memory_bytes says", {}, nbytes, float(options.memory_bytes))
+    memory_bytes = device.memory_bytes * options.memory_fraction
+    name = device.name if options.memory_fraction == 1 else f"{device.name}, as Options.memory_fraction says"
+    causes = taken_bytes(program.cluster, axes, device, memory_bytes)
+    if lost := fragmentation(device) * nbytes:
+        causes["gaps of the allocator"] = lost
+    return RoomFacts(name, causes, nbytes + sum(causes.values()), memory_bytes)
 
 
 def parts(times: Spent) -> list[tuple[str, float]]:

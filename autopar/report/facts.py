@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from autopar.capture.examples.trees import shapes_text
 from autopar.compiled import Compiled
-from autopar.costmodel.bill import hidden_seconds
+from autopar.costmodel.bill import StageBill, exposed_seconds, hidden_seconds
 from autopar.ir.lines import Compute, Convert, Function, Line, Start, TemplateCall, label
 from autopar.ir.lowered import LoweredStage, LoweredTemplate
 from autopar.ir.resting import resting_rows
 from autopar.passes.account.spent import spent
 from autopar.passes.account.stage import probe_of
 from autopar.passes.memory.walk import held_by_call
+from autopar.passes.played.gradients import summed_bytes
 from autopar.passes.price.pricer import Pricers
 from autopar.report.advice.limits import predicted_limits
 from autopar.report.answer import room_facts, why_not, work_facts
@@ -33,6 +35,7 @@ from autopar.report.program_facts import (
     TemplateFacts,
     TransferFacts,
 )
+from autopar.report.worst import worst_facts
 
 
 def facts(program: Compiled) -> ProgramFacts:
@@ -76,6 +79,7 @@ def facts(program: Compiled) -> ProgramFacts:
             )
             for t in program.lowered.transfers
         ),
+        worst=worst_facts(program),
         recompute=tuple(program.recompute_curves()),
         by_node=program.emitted.by_node.axes,
         shared=program.lowered.shared,
@@ -98,22 +102,29 @@ def _form(program: Compiled) -> dict[str, Any]:
 
 def _calls(program: Compiled) -> tuple[CallFacts, ...]:
     """Calls with what they keep for backward; stages that share their functions keep the same."""
-    pricers, by_function = Pricers(program.cluster), dict[int, list[float]]()
+    pricers, by_function = Pricers(program.cluster), dict[int, list[tuple[float, float]]]()
     facts: list[CallFacts] = []
     for stage, plan in zip(program.stages, program.plan.stages, strict=True):
         first, last = plan.calls
         if id(stage.forward) not in by_function:
-            held = held_by_call(stage, probe_of(pricers[stage.mesh])) if program.training else {}
+            probe = probe_of(pricers[stage.mesh])
+            held = held_by_call(stage, probe) if program.training else {}
+            later = held_by_call(stage, probe, "B") if stage.weights is not None else {}
             begin = min((call.number for call in stage.forward.calls), default=first)
-            by_function[id(stage.forward)] = [float(held.get(begin + n, 0)) for n in range(last - first)]
+            numbers = range(begin, begin + last - first)
+            by_function[id(stage.forward)] = [(float(held.get(n, 0)), float(later.get(n, 0))) for n in numbers]
         calls = program.ir.calls[first:last]
-        facts += [CallFacts(c.template, c.path, n) for c, n in zip(calls, by_function[id(stage.forward)], strict=True)]
+        facts += [CallFacts(c.template, c.path, *n) for c, n in zip(calls, by_function[id(stage.forward)], strict=True)]
     return tuple(facts)
 
 
 def _schedule(program: Compiled) -> ScheduleFacts:
     counted = program.account
-    hidden = ((stage, hidden_seconds(one.bill)) for stage, one in enumerate(counted.stages))
+    bills = [stage.bill for stage in counted.stages]
+
+    def by_action(listed: Callable[[StageBill], Mapping[str, float]]) -> dict[tuple[int, str], float]:
+        return {(stage, kind): s for stage, bill in enumerate(bills) for kind, s in listed(bill).items() if s > 0}
+
     return ScheduleFacts(
         name=program.plan.schedule,
         peaks=tuple(counted.peaks),
@@ -122,8 +133,17 @@ def _schedule(program: Compiled) -> ScheduleFacts:
         seconds=counted.seconds,
         hand_over=counted.hand_over,
         exposed=tuple(sum(by_purpose.values()) for by_purpose in counted.step.non_overlapped_s),
-        hidden={(stage, kind): s for stage, by_kind in hidden for kind, s in by_kind.items() if s > 0},
+        hidden=by_action(hidden_seconds),
+        shown=by_action(lambda bill: exposed_seconds(bill, counted.software)),
+        beside=by_action(_beside),
+        once=by_action(lambda bill: {"F": bill.parameters.gather_s, "B": bill.parameters.reduce_s}),
     )
+
+
+def _beside(bill: StageBill) -> dict[str, float]:
+    """Seconds of messages of parameters in every microbatch's forward and backward."""
+    traffic = bill.parameters
+    return {"F": traffic.each_forward_s, "B": traffic.each_backward_s + traffic.each_reduce_s}
 
 
 def _stage(stage: LoweredStage, program: Compiled) -> StageFacts:
@@ -153,6 +173,7 @@ def _stage(stage: LoweredStage, program: Compiled) -> StageFacts:
                 [list(step.row) for step in p.reduce],
                 resting.get(p.name, {}),
                 p.compression,
+                summed_bytes(p, stage.mesh) if p.contributions else 0.0,
             )
             for p in stage.parameters.values()
         },

@@ -17,7 +17,7 @@ from autopar.passes.account.limits import ByLimit
 from autopar.passes.account.spent import Spent
 from autopar.passes.recompute.curve import Curve
 from autopar.runtime.data.fields import Bytes, Length, Paragraph, Seconds, Stage, in_rows, kept, notation
-from autopar.runtime.data.schema import MOST_RANKS, SchemaError, integer, must_be
+from autopar.runtime.data.schema import MOST_RANKS, SchemaError, integer, must_be, number
 from autopar.runtime.program.machines import Machines
 
 VERSION = 4
@@ -67,7 +67,8 @@ class TemplateFacts:
 @dataclass(frozen=True)
 class ParameterFacts:
     """The storage of a parameter, and how its gradient is reduced. local_bytes: of the stored shard;
-    resting: bytes on the device by kind, gradients among them."""
+    resting: bytes on the device by kind, reduced gradients among them; summed_bytes: of the gradient before its
+    reduction."""
 
     stored: str
     gradient_and_optimizer: str
@@ -76,6 +77,7 @@ class ParameterFacts:
     reduction: Any
     resting: Mapping[str, Bytes]
     compression: str = field(default="", metadata=kept(sparse=True))
+    summed_bytes: Bytes = field(default=0.0, metadata=kept(sparse=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +99,9 @@ class StageFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleFacts:
-    """The actions of every group of ranks. exposed: seconds of a group at the step's end; hidden: of messages behind work."""
+    """The actions of every group of ranks. exposed: seconds of a group's messages in layers that nothing hides, of a microbatch.
+    By action: hidden, shown: of messages in layers behind work, and those that nothing hides; beside: of messages of parameters
+    under way beside it in every microbatch; once: of those beside the first forward and the last backward of a step."""
 
     name: str
     peaks: tuple[Bytes, ...]
@@ -107,6 +111,9 @@ class ScheduleFacts:
     hand_over: ByTransfer
     exposed: tuple[Seconds, ...]
     hidden: ByAction
+    shown: ByAction = field(default_factory=dict)
+    beside: ByAction = field(default_factory=dict)
+    once: ByAction = field(default_factory=dict)
 
     def timeline(self) -> Timeline:
         """The predicted timeline, simulated again."""
@@ -138,11 +145,35 @@ class AlternativeFacts:
 
 @dataclass(frozen=True)
 class CallFacts:
-    """A call of a template, and the module that it is. held_bytes: that it keeps of a microbatch for backward."""
+    """A call of a template, and the module that it is. held_bytes: that it keeps of a microbatch for backward; later_bytes: of
+    these, or beside them, for the gradients of weights where these are computed apart."""
 
     template: str
     path: str
     held_bytes: Bytes
+    later_bytes: Bytes = field(default=0.0, metadata=kept(sparse=True))
+
+
+@dataclass(frozen=True)
+class StageAtWorst:
+    """A stage at the worst moment. waiting: its microbatches that wait for backward; later: for the gradients of weights; parts
+    of one are those of which an action has let go. gradients: bytes, those in buckets under way too."""
+
+    stage: Stage
+    waiting: Annotated[float, number(0)]
+    later: Annotated[float, number(0)]
+    gradients: Bytes
+
+
+@dataclass(frozen=True)
+class WorstFacts:
+    """The moment at which the fullest rank has most bytes. group: of ranks; action: that runs then ("": none, all are over);
+    call: that of the program which ran last when most was needed (None: none of them)."""
+
+    group: Stage
+    action: str
+    call: Annotated[int, integer(0)] | None
+    stages: tuple[StageAtWorst, ...]
 
 
 @dataclass(frozen=True)
@@ -211,6 +242,7 @@ class ProgramFacts:
     calls: tuple[CallFacts, ...]
     schedule: ScheduleFacts
     transfers: tuple[TransferFacts, ...]
+    worst: WorstFacts | None = None
     recompute: tuple[Curve, ...] = ()
     by_node: tuple[AxisByNode, ...] = ()
     shared: Mapping[str, Annotated[tuple[Stage, ...], Length(1)]]
@@ -239,6 +271,12 @@ class ProgramFacts:
             raise SchemaError(f"a stage {min(named - set(range(stages)))} is named, but there are {stages}")
         if any(u >= v for u, v in edges):
             raise must_be("schedule.edges", "edges from earlier to later stages", schedule.graph.edges)
+        worst = self.worst
+        if worst is not None:
+            if worst.group >= len(groups) or any(one.stage not in groups[worst.group] for one in worst.stages):
+                raise must_be("worst", "a group of ranks and stages of it", worst.group)
+            if worst.call is not None and worst.call >= len(self.calls):
+                raise must_be("worst.call", f"one of {len(self.calls)} calls", worst.call)
         if len(self.recompute) not in (0, stages):
             raise must_be("recompute", f"a list with an entry per stage, {stages}", self.recompute)
         return self

@@ -15,7 +15,7 @@ from autopar.ir.program import Template
 from autopar.ir.setting import Setting
 from autopar.passes.account.collectives import Collective, stage_collectives
 from autopar.passes.account.stage import Later, StageAccount, StagePrice, account_stage
-from autopar.passes.memory.peak import group_peaks, tier_peaks
+from autopar.passes.memory.step_peaks import group_peaks, tier_peaks
 from autopar.passes.price.pricer import Pricers
 from autopar.passes.price.tiers import TierMove
 from autopar.passes.rules.book import RuleBook

@@ -19,9 +19,10 @@ from autopar.ir.lowered import LoweredStage
 from autopar.ir.resting import resting_rows
 from autopar.ir.setting import Setting
 from autopar.passes.memory.gradient_store import REPLAYED, StoreBytes, step_bytes
-from autopar.passes.memory.peak import Moment, StageMemory, moments_of
+from autopar.passes.memory.peak import Moment, StageMemory
 from autopar.passes.memory.probe import Probe
 from autopar.passes.memory.recorder import Freed, Handed, Made, Needed, Recorded, results_first
+from autopar.passes.memory.step_peaks import moments_of
 from autopar.passes.memory.walk import ActionBytes, recorded_actions
 from autopar.runtime.step.pipeline import most_sends
 

@@ -1,20 +1,17 @@
-"""Bytes alive in a lowered program at every point of its schedule.
+"""Bytes alive in one stage of a lowered program: what rests, and what every action needs and leaves behind.
 
 The emitted program is played over sizes: one microbatch's actions (walk.py), in which every line makes and needs what
 its implementation does (probe.py), and the gradient store over the microbatches of a step (gradient_store.py). Parameters,
-optimizer state and buffers rest all the time; the store is empty between steps. Between its actions a stage holds what its
-microbatches in flight keep, so the peak of a group of ranks is the largest, over its row of the action table, of what
-is held then and what the action needs beside it; or what the optimizer needs when all is over.
+optimizer state and buffers rest all the time; the store is empty between steps. What comes of it over a step, whose schedule
+says how many microbatches wait, is in step_peaks.py.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autopar.ir.actions import Action, StageGraph, Table
-from autopar.ir.lowered import LoweredProgram, LoweredStage
+from autopar.ir.lowered import LoweredStage
 from autopar.ir.resting import busiest_rank, held_share
 from autopar.ir.resting import resting as resting_bytes
 from autopar.ir.setting import Setting
@@ -22,9 +19,7 @@ from autopar.passes.memory.gradient_store import REPLAYED, StepBytes, StoreBytes
 from autopar.passes.memory.probe import GatheredShard, Probe, local
 from autopar.passes.memory.walk import ActionBytes, action_bytes
 from autopar.passes.price.tiers import step_parts
-from autopar.passes.schedule.held import held_after
 from autopar.runtime.comm.devices import CPU
-from autopar.runtime.step.pipeline import most_sends
 
 
 @dataclass(frozen=True)
@@ -35,7 +30,7 @@ class Moment:
     gradient store holds more then. received: bytes that must be there before; sent: on their way after. parked: what the
     microbatch has in memory tiers afterwards; sums_parked: what the gradient store has there more then; parked_peak: the most
     that the microbatch has there, with what the store has more, while it runs. given: outputs that stay from then on until the
-    step is over.
+    step is over. call: number of the stage's call that ran last when it needs most (None: of no call).
     """
 
     peak: float
@@ -47,6 +42,7 @@ class Moment:
     sums_parked: dict[str, int] = field(default_factory=dict)
     parked_peak: dict[str, int] = field(default_factory=dict)
     given: float = 0.0
+    call: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -84,7 +80,7 @@ def stage_memory(stage: LoweredStage, setting: Setting, probe: Probe | None = No
     resting = tiers.pop("")
     played = action_bytes(stage, probe)
     if not stage.training:
-        actions = {k: Moment(a.peak, a.end, 0.0, a.received, a.sent) for k, a in played.items()}
+        actions = {k: Moment(a.peak, a.end, 0.0, a.received, a.sent, call=a.call) for k, a in played.items()}
         return StageMemory(resting, actions, tiers=tiers, runs_ahead=probe.device != CPU)
     step = step_bytes(stage, played.values(), setting, probe.memo)
     order = _moments_of(played, step)
@@ -154,7 +150,7 @@ def _moment(
 ) -> tuple[Moment, StoreBytes]:
     """An action of a microbatch, beside what the store holds before; what it holds afterwards. taken: after each of the action's
     gradients; flushed: after what is open was sent, where nothing comes after the action."""
-    peak, now = 0, before
+    peak, now, call = 0, before, action.call
     parked_peak: dict[str, int] = {}
 
     def look_at_tiers(own: Mapping[str, int]) -> None:
@@ -163,12 +159,15 @@ def _moment(
             parked_peak[tier] = max(parked_peak.get(tier, 0), more)
 
     for gradient, after in zip(action.gradients, taken, strict=True):
+        most = peak
         if not gradient.at_once:  # after the one before, with what both it and the store hold
             peak = max(peak, gradient.top + now.held - before.held)
         now = after
         peak = max(peak, gradient.alive + now.top - before.held)
+        call = gradient.call if peak > most else call
         look_at_tiers(gradient.parked)
-    peak = max(peak, action.top + now.held - before.held)
+    if action.top + now.held - before.held >= peak:
+        peak, call = action.top + now.held - before.held, action.call
     if flushed is not None:
         now = flushed
         peak = max(peak, action.end + now.top - before.held)
@@ -176,124 +175,9 @@ def _moment(
     sums_parked = {tier: n - before.parked.get(tier, 0) for tier, n in now.parked.items()}
     sums, parked = now.held - before.held, dict(action.parked)
     moment = Moment(
-        peak, action.end, sums, action.received, action.sent, parked, sums_parked, parked_peak, action.given
+        peak, action.end, sums, action.received, action.sent, parked, sums_parked, parked_peak, action.given, call
     )
     return moment, now
-
-
-def group_peaks(graph: StageGraph, table: Table, stages: Sequence[StageMemory]) -> tuple[float, ...]:
-    """Largest bytes on a rank of every group over a step."""
-    rows, sends = zip(graph.groups, table, strict=True), most_sends(len(graph.groups))
-    return tuple(
-        sum(stages[s].resting_bytes for s in group) + _worst(group, row, stages, sends)[0] for group, row in rows
-    )
-
-
-def _worst(
-    group: Sequence[int], row: Sequence[Action], stages: Sequence[StageMemory], sends: int
-) -> tuple[float, float, float, float, float]:
-    """The most bytes of a group over a step beside what rests; of these gradients, what microbatches left behind that are
-    waiting then, what was sent before, and outputs that the step is to give. sends: of so many actions at most.
-
-    An action needs its moment's peak, or what it leaves; what it receives is posted before the one ahead of it runs, and what it
-    sends is there until the receives of the action after the next are posted.
-    """
-    moments = moments_of(row, stages)
-    after_F, after_B = (
-        [float(memory.actions[k].after) if k in memory.actions else 0.0 for memory in stages] for k in "FB"
-    )
-    before = {"F": [0.0] * len(stages), "B": after_F, "W": after_B}
-    coming = [*(moment.received for moment in moments[1:]), 0.0, 0.0]
-    sums = dict.fromkeys(group, 0.0)
-    summed = worst = gradients = waiting = leaving = given = outputs = 0.0
-    under_way: deque[float] = deque(maxlen=sends)
-    for i, (action, moment, held) in enumerate(zip(row, moments, held_after(row, after_F, after_B), strict=True)):
-        others = held - moment.after
-        left = moment.after + moment.sums + moment.given + moment.sent + coming[i + 1]
-        need = max(moment.peak, left) + coming[i]
-        sent = sum(under_way)
-        if others + summed + given + need + sent > worst:
-            worst, leaving, outputs = others + summed + given + need + sent, sent, given
-            own = min(before[action.kind][action.stage] or moment.after, need)
-            gradients, waiting = summed + min(max(moment.sums, 0.0), need - own), others + own
-        summed += moment.sums
-        given += moment.given
-        sums[action.stage] += moment.sums
-        if moment.sent and stages[action.stage].runs_ahead:
-            under_way.append(moment.sent)
-    copied = sum(stages[s].copied for s in group)
-    last = max(stages[s].step + summed - sums[s] + copied - stages[s].copied for s in group) + given
-    gathered = sum(stage.gathered for stage in stages)
-    ended = sum(stages[s].ended for s in group)
-    if gathered and ended + given + gathered > last:
-        last, given = ended + given + gathered, given + gathered
-    if last > worst:
-        return last, min(summed + copied, last - given), 0.0, 0.0, given
-    return worst, gradients, waiting, leaving, outputs
-
-
-def peak_kinds(lowered: LoweredProgram, stages: list[StageMemory]) -> dict[str, float]:
-    """The largest peak of any group by kind; the kinds add up to the largest of `group_peaks`.
-
-    "held for backward": what microbatches left behind that are waiting then; "gradients": with those that the action adds;
-    "for a moment": what the action (or the optimizer's step) that makes the peak needs beside; "sends under way": what actions
-    before it sent, where the host runs ahead; "outputs": what earlier actions made that the step gives beside its loss.
-    """
-    largest: dict[str, float] = {}
-    for group, row in zip(lowered.graph.groups, lowered.table, strict=True):
-        resting = {kind: sum(stages[s].resting.get(kind, 0.0) for s in group) for kind in stages[group[0]].resting}
-        worst, gradients, waiting, sent, outputs = _worst(group, row, stages, most_sends(len(lowered.graph.groups)))
-        kinds = {
-            **resting,
-            "gradients": resting.get("gradients", 0.0) + gradients,
-            "held for backward": waiting,
-            "for a moment": worst - gradients - waiting - sent - outputs,
-        }
-        kinds |= {"sends under way": sent} if sent else {}
-        kinds |= {"outputs": outputs} if outputs else {}
-        largest = max(largest, kinds, key=lambda kinds: sum(kinds.values()))
-    return largest
-
-
-def moments_of(row: Sequence[Action], stages: Sequence[StageMemory]) -> list[Moment]:
-    """The moment of every action of a group: a stage's first and last of a kind differ from those between."""
-    left: dict[tuple[int, str], int] = {}
-    for action in row:
-        left[action.stage, action.kind] = left.get((action.stage, action.kind), 0) + 1
-    begun: set[tuple[int, str]] = set()
-    moments = []
-    for action in row:
-        kind, memory = (action.stage, action.kind), stages[action.stage]
-        left[kind] -= 1
-        moment_of = memory.last if left[kind] == 0 else memory.actions if kind in begun else memory.first
-        begun.add(kind)
-        moments.append(moment_of.get(action.kind, memory.actions[action.kind]))
-    return moments
-
-
-def tier_peaks(graph: StageGraph, table: Table, stages: Sequence[StageMemory]) -> tuple[dict[str, float], ...]:
-    """Largest bytes in every memory tier on a rank of every group over a step."""
-    peaks = []
-    for group, row in zip(graph.groups, table, strict=True):
-        now: dict[str, float] = {}
-        for s in group:
-            for tier, kinds in stages[s].tiers.items():
-                now[tier] = now.get(tier, 0.0) + sum(kinds.values())
-        resting, worst = dict(now), dict(now)
-        parked: dict[tuple[int, int], dict[str, int]] = {}
-        for action, moment in zip(row, moments_of(row, stages), strict=True):
-            before = parked.get((action.stage, action.microbatch), {})
-            parked[action.stage, action.microbatch] = moment.parked
-            for tier in {*before, *moment.parked, *moment.sums_parked}:
-                running = now.get(tier, 0.0) - before.get(tier, 0) + moment.parked_peak.get(tier, 0)
-                more = moment.parked.get(tier, 0) - before.get(tier, 0) + moment.sums_parked.get(tier, 0)
-                now[tier] = now.get(tier, 0.0) + more
-                worst[tier] = max(worst.get(tier, 0.0), running, now[tier])
-        for tier in {t for s in group for t in stages[s].gradients}:
-            ended = resting.get(tier, 0.0) + sum(stages[s].gradients.get(tier, 0) for s in group)
-            worst[tier] = max(worst.get(tier, 0.0), ended)
-        peaks.append(worst)
-    return tuple(peaks)
 
 
 def _parts_peak(stage: LoweredStage, setting: Setting, probe: Probe) -> float:

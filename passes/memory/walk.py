@@ -28,7 +28,7 @@ class HandedGradient:
     """A gradient goes to the store: the most alive since the one before it, what is alive without it, and how it lies.
     owned: nobody else holds it; parked: bytes that the microbatch has in tiers then; storage: the one it lies in, and its
     bytes (None: what rests); held: whether `alive` has these, as somebody else holds it; at_once: no line ran since the one
-    before."""
+    before; call: number of the one that ran last when most was alive (None: of no call)."""
 
     top: int
     alive: int
@@ -39,6 +39,7 @@ class HandedGradient:
     storage: tuple[int, int] | None = field(default=None, compare=False)
     held: bool = field(default=False, compare=False)
     at_once: bool = field(default=False, compare=False)
+    call: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class ActionBytes:
     """An action of a microbatch: the gradients it hands to the store, the most alive after them, what is alive at its end;
     without what is received and sent. received: bytes that arrive for it, sent: bytes that leave after it. given: bytes of
     outputs that stay from it until the step is over, which are in no number of a later action, nor at its own end. parked: bytes
-    in tiers at its end, by tier."""
+    in tiers at its end, by tier. call: as of `HandedGradient`."""
 
     gradients: tuple[HandedGradient, ...]
     top: int
@@ -55,6 +56,7 @@ class ActionBytes:
     sent: int
     parked: dict[str, int] = field(default_factory=dict)
     given: int = 0
+    call: int | None = field(default=None, compare=False)
 
     @property
     def peak(self) -> int:
@@ -83,19 +85,28 @@ def recorded_actions(stage: LoweredStage, probe: Probe) -> dict[str, tuple[Actio
     return actions
 
 
-def kept_by_call(stage: LoweredStage, probe: Probe | None = None) -> tuple[Machine, dict[int, list[LiveValue]]]:
-    """The machine at the end of a microbatch's F, and the values on it that each call keeps for its backward, by its number."""
+def kept_by_call(
+    stage: LoweredStage, probe: Probe | None = None, after: str = "F"
+) -> tuple[Machine, dict[int, list[LiveValue]]]:
+    """The machine at the end of a microbatch's F, and the values on it that each call keeps for its backward, by its number.
+    after: "B" for the end of its B, and what each keeps for the gradients of weights."""
     walk = _Walk(stage, probe or Probe(stage.mesh))
     walk.run(stage.forward, "F")
     calls = [line for line in stage.forward.lines if isinstance(line, ir.CallForward) and line.keeps]
-    lists = {line.number: walk.kept.get(line.outs[-1], []) for line in calls}
+    names = {line.number: line.outs[-1] for line in calls}
+    if after == "B":
+        assert stage.backward is not None
+        walk.run(stage.backward, "B")
+        backward = [line for line in stage.backward.lines if isinstance(line, ir.CallBackward) and line.outs]
+        names = {line.number: line.outs[-1] for line in backward if stage.templates[line.template].later}
+    lists = {number: walk.kept.get(name, []) for number, name in names.items()}
     return walk.machine, {number: kept for number, kept in lists.items() if isinstance(kept, list)}
 
 
-def held_by_call(stage: LoweredStage, probe: Probe | None = None) -> dict[int, int]:
+def held_by_call(stage: LoweredStage, probe: Probe | None = None, after: str = "F") -> dict[int, int]:
     """Bytes of the device that each call of a stage keeps of a microbatch for its backward, by its number. A storage that several
-    calls keep counts with the first; all together they are what is alive at the end of F."""
-    machine, kept = kept_by_call(stage, probe)
+    calls keep counts with the first; all together they are what is alive at the end of F. after: as of `kept_by_call`."""
+    machine, kept = kept_by_call(stage, probe, after)
     counted = {NOTHING.block, *machine.tier}
     held: dict[int, int] = {}
     for number, values in kept.items():
@@ -117,6 +128,8 @@ class _Walk:
         self.gradients: list[HandedGradient] = []
         self.kept: dict[str, Binding] = {}
         self.given = 0
+        self.running: int | None = None
+        self.top_call: int | None = None
         self.extras = {row.name for row in stage.outputs if row.extra}
 
     def run(self, function: Function, action: str) -> ActionBytes:
@@ -126,14 +139,18 @@ class _Walk:
         ends = {"F": stage.received, "B": stage.gradients_received}.get(action, ())
         received = self._bind_arguments(function, ends)
         machine.top = machine.alive
+        self.running = self.top_call = None
         returned, handed = {n for n in function.returns if n}, False
         for line, dropped in zip(function.lines, dropped_after(function, returned), strict=True):
             machine.line = line
             if isinstance(line, ir.AddGradient):
                 self._hand_over(line, dropped, handed)
             else:
+                top = machine.top
                 self._line(line)
                 self._drop(dropped)
+                if machine.top > top:
+                    self.top_call = self.running
             handed = isinstance(line, ir.AddGradient)
         state = set(stage.state if action == "F" else stage.later if action == "B" else ())
         top, leaving = machine.top, {n: self.names[n] for n in returned if n in self.names}
@@ -150,7 +167,7 @@ class _Walk:
             self.given = self._bytes_of([leaving[name] for name in self.extras])
         gradients = tuple(replace(g, top=g.top - known, alive=g.alive - known) for g in self.gradients)
         end, given = machine.alive - self.given, self.given - known
-        return ActionBytes(gradients, top - known, end, received, sent, dict(machine.parked), given)
+        return ActionBytes(gradients, top - known, end, received, sent, dict(machine.parked), given, self.top_call)
 
     def _bytes_of(self, values: Sequence[Binding]) -> int:
         """Bytes of the device in the storages of single values."""
@@ -219,6 +236,7 @@ class _Walk:
     def _call(self, line: ir.CallForward | ir.CallBackward | ir.CallWeights) -> None:
         """Play a template's function; the list that it leaves, if it leaves one, is the last of what it makes."""
         template = self.stage.templates[line.template]
+        self.running = line.number
         match line:
             case ir.CallForward(params=params, inputs=inputs):
                 arguments = [*map(self._param, params), *map(self._one, inputs)]
@@ -279,7 +297,9 @@ class _Walk:
         storage = (value.block, self.machine.size[value.block]) if value.block >= 0 else None
         held = storage is not None and self.machine.refs[value.block] > 0
         self.gradients.append(
-            HandedGradient(top, alive, line.parameter, layout, line.owned, parked, storage, held, at_once)
+            HandedGradient(
+                top, alive, line.parameter, layout, line.owned, parked, storage, held, at_once, self.top_call
+            )
         )
         self.machine.top = alive
 

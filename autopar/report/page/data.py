@@ -6,28 +6,34 @@ stages and ranks that are alike are told once, and the page does not grow with t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from autopar.errors import InfeasibleError
 from autopar.ir.text import size_text, time_text
 from autopar.plan import Plan
 from autopar.report.answer import CAUSES, rate_text, shown_parts
+from autopar.report.page.answers import AdviceShown, Refused, WhatIf, advice_of, refused_of, what_if_of
 from autopar.report.page.lanes import Schedule, schedule
 from autopar.report.page.machines import Placed, placed
 from autopar.report.page.shown import Bar, Figure, Table, bar, runs, share_text, span_text
-from autopar.report.page.tree import KEPT, Blocks, blocks
+from autopar.report.page.tree import Blocks, blocks
+from autopar.report.page.worst import worst_bytes, worst_rows, worst_table
 from autopar.report.predicted_vs_measured import Profile, action_rows, message_rows
 from autopar.report.program_facts import ProgramFacts
 
-MOST_MODULES = 64
+MOST_ROWS = 64
 
 
 @dataclass(frozen=True)
 class PageData:
-    """The page. measured: a run's tables beside the prediction (none: no profile was given)."""
+    """The page. refused: why the plan does not fit (None: it does); measured: a run's tables beside the prediction (none: no
+    profile was given)."""
 
     title: str
     about: str
+    refused: Refused | None
     figures: tuple[Figure, ...]
     time: Bar
     hidden: str
@@ -40,20 +46,33 @@ class PageData:
     model: Blocks
     schedule: Schedule
     others: Table
+    what_if: WhatIf | None
+    advice: AdviceShown | None
     measured: tuple[Table, ...]
     found: Table
     steps: Table | None
 
 
-def page_data(program: ProgramFacts, plan: Plan, profile: Profile | None = None) -> PageData:
-    """The page of a program, with a recorded run where one is given."""
+def page_data(
+    program: ProgramFacts,
+    plan: Plan,
+    profile: Profile | None = None,
+    *,
+    what_if: Iterable[Mapping[str, Any]] = (),
+    advice: Mapping[str, Any] | None = None,
+    refused: InfeasibleError | None = None,
+) -> PageData:
+    """The page of a program. profile: a recorded run; what_if, advice: as of `answers`; refused: why nothing fits, where the plan
+    is the smallest one. Raises InputError for answers that lack a field."""
     kind = "training" if program.training else "inference"
-    tree = blocks(program, plan)
+    why = refused_of(program.room, refused)
+    tree = blocks(program, plan, worst_bytes(program, plan))
     timeline = program.schedule.timeline()
     return PageData(
         f"{program.model}: the plan",
         f"{program.model}, {kind} on {program.ranks:,} ranks of {program.cluster}: {plan.show_meshes()}",
-        tuple(_figures(program)),
+        why,
+        tuple(_figures(program, why is not None)),
         bar("What a step is spent on", shown_parts(program.spent), time_text, idle=(CAUSES["idle_s"],)),
         _hidden(program),
         _messages(program),
@@ -63,33 +82,37 @@ def page_data(program: ProgramFacts, plan: Plan, profile: Profile | None = None)
             size_text,
         ),
         _room(program),
-        _modules(tree),
+        worst_table(program, worst_rows(program, tree)),
         _levers(program),
         placed(program, plan),
         tree,
         schedule(program, plan, timeline),
         _others(program),
+        what_if_of(what_if),
+        advice_of(advice),
         () if profile is None else tuple(_measured(program, profile)),
         _found(program, plan),
         _steps(program),
     )
 
 
-def _figures(program: ProgramFacts) -> Iterator[Figure]:
-    """The answer."""
+def _figures(program: ProgramFacts, refused: bool) -> Iterator[Figure]:
+    """The answer. refused: the plan does not fit, which comes first then."""
     predicted, work, room = program.predicted, program.work, program.room
-    yield Figure("Step", time_text(predicted.step_time_s), f"communication {time_text(predicted.comm_time_s)}")
+    share = f"{room.needed_bytes / room.device_bytes:.0%} of {size_text(room.device_bytes)}"
+    if refused:
+        short = f"no, {size_text(-room.free_bytes)} short" if room.free_bytes < 0 else "no"
+        yield Figure("Fits", short, share, True)
+        yield Figure("Step", time_text(predicted.step_time_s), "if memory were enough")
+    else:
+        yield Figure("Step", time_text(predicted.step_time_s), f"communication {time_text(predicted.comm_time_s)}")
     if work.tokens_per_s is not None:
         yield Figure("Throughput", rate_text(work.tokens_per_s), f"{work.tokens:,} tokens a step")
     if work.mfu is not None:
         yield Figure("MFU", share_text(work.mfu), "of the devices' peak")
     yield Figure("Peak memory", size_text(predicted.peak_bytes), "tensors of the fullest rank")
-    free = room.free_bytes
-    share = room.needed_bytes / room.device_bytes
-    if free >= 0:
-        yield Figure("Fits", f"yes, {size_text(free)} free", f"{share:.0%} of {size_text(room.device_bytes)}")
-    else:
-        yield Figure("Fits", f"no, {size_text(-free)} short", f"{share:.0%} of {size_text(room.device_bytes)}", True)
+    if not refused:
+        yield Figure("Fits", f"yes, {size_text(room.free_bytes)} free", share)
     if work.batch is not None:
         pieces = f"{program.microbatches:,} microbatches" if program.microbatches > 1 else "at once"
         yield Figure("Batch", f"{work.batch:,}", pieces)
@@ -133,21 +156,6 @@ def _room(program: ProgramFacts) -> Table:
     return Table("Room on the fullest device", ("What", "Bytes"), tuple(rows))
 
 
-def _modules(tree: Blocks) -> Table:
-    """A table of what blocks of the model hold, those under the same parent that are alike as one."""
-    kinds = ("parameters", "gradients", "optimizer", KEPT)
-    rows = []
-    for node in tree.roots:
-        inner = node.children if node.code is None and node.children else ()
-        for name, one in [(f"{node.name}.{child.name}", child) for child in inner] or [(node.name, node)]:
-            about = dict(one.about)
-            times = f"{one.times:,}" if one.times > 1 else "1"
-            rows.append((name, times, *(about.get(kind, "–") for kind in kinds)))
-    caption = "What a block holds on a rank, each of those alike; kept for backward by one microbatch"
-    head = ("Block", "Times", "Parameters", "Gradients, reduced", "Optimizer", "Kept for backward")
-    return Table(caption, head, tuple(rows[:MOST_MODULES]))
-
-
 def _levers(program: ProgramFacts) -> Table | None:
     """Recomputation: what keeping less for backward would cost."""
     rows = []
@@ -158,7 +166,7 @@ def _levers(program: ProgramFacts) -> Table | None:
     if not rows:
         return None
     head = ("Stages", "Recompute", "Kept by a microbatch", "Made again, a step")
-    return Table("What keeping less for backward would cost", head, tuple(rows[:MOST_MODULES]), 2)
+    return Table("What keeping less for backward would cost", head, tuple(rows[:MOST_ROWS]), 2)
 
 
 def _others(program: ProgramFacts) -> Table:
@@ -180,7 +188,7 @@ def _measured(program: ProgramFacts, profile: Profile) -> Iterator[Table]:
 
     expected_s = program.predicted.step_time_s
     rows = [("step", time_text(expected_s), time_text(profile.step_s), ratio(profile.step_s, expected_s))]
-    for one in action_rows(program, profile)[:MOST_MODULES]:
+    for one in action_rows(program, profile)[:MOST_ROWS]:
         what = "once a step" if one.kind == "once" else f"{one.kind}, one microbatch"
         times = (time_text(one.predicted_s), time_text(one.measured_s), ratio(one.measured_s, one.predicted_s))
         rows.append((f"stage {one.stage}: {what}", *times))

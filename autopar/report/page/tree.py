@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,18 +18,19 @@ MOST_CHILDREN = 200
 @dataclass(frozen=True)
 class Node:
     """A block, or several that are alike. times: how many; about: rows of a name and a text; code: the number of its lines in
-    `Blocks.codes` (None: it has none of its own)."""
+    `Blocks.codes` (None: it has none of its own); at_worst: bytes of one at the worst moment, by cause."""
 
     name: str
     times: int = 1
     about: tuple[tuple[str, str], ...] = ()
     code: int | None = None
     children: tuple[Node, ...] = ()
+    at_worst: tuple[tuple[str, float], ...] = ()
 
     @property
     def alike(self) -> object:
         """All that blocks have in common which are shown as one."""
-        return self.about, self.code, self.children
+        return self.about, self.code, self.children, self.at_worst
 
     @property
     def brief(self) -> str:
@@ -39,6 +40,7 @@ class Node:
 
 KEPT = "kept for backward"
 KINDS = ("parameters", "gradients", "optimizer", "averages", KEPT)
+AT_WORST = "at the worst moment"
 BRIEF = ("parameters", KEPT, "stored")
 
 
@@ -58,6 +60,7 @@ class _Block:
     codes: list[int] = field(default_factory=list)
     parameter: ParameterFacts | None = None
     children: dict[str, _Block] = field(default_factory=dict)
+    at_worst: dict[str, float] = field(default_factory=dict)
 
     def hold(self, stage: int, kind: str, nbytes: float) -> None:
         """Add bytes that a rank of a stage holds for the block."""
@@ -73,8 +76,8 @@ class _Block:
             yield here
 
 
-def blocks(program: ProgramFacts, plan: Plan) -> Blocks:
-    """The tree of a program."""
+def blocks(program: ProgramFacts, plan: Plan, at_worst: Iterable[tuple[str, str, float]] = ()) -> Blocks:
+    """The tree of a program. at_worst: names of modules and parameters, causes, and bytes at the worst moment."""
     root, codes = _Block(), list[tuple[str, TemplateFacts]]()
     seen: set[str] = set()
     for number, (stage, planned) in enumerate(zip(program.stages, plan.stages, strict=True)):
@@ -100,6 +103,9 @@ def blocks(program: ProgramFacts, plan: Plan) -> Blocks:
             for block in on_way:
                 for kind, nbytes in parameter.resting.items():
                     block.hold(number, kind, nbytes)
+    for name, cause, nbytes in at_worst:
+        for block in root.at(name.split(".")):
+            block.at_worst[cause] = block.at_worst.get(cause, 0.0) + nbytes
     return Blocks(_nodes(root), tuple(_code(name, template) for name, template in codes))
 
 
@@ -112,20 +118,30 @@ def _nodes(block: _Block) -> tuple[Node, ...]:
         name = name if first == last else span_text(name, children[last].name)
         folded.append(replace(children[first], name=name, times=last - first + 1))
     if len(folded) > MOST_CHILDREN:
-        left = len(folded) - MOST_CHILDREN
-        folded = [*folded[:MOST_CHILDREN], Node(f"{left:,} more", left)]
+        folded = [*folded[:MOST_CHILDREN], _more(folded[MOST_CHILDREN:])]
     return tuple(folded)
+
+
+def _more(nodes: Sequence[Node]) -> Node:
+    """Blocks that are not shown as one."""
+    at_worst: dict[str, float] = {}
+    for node in nodes:
+        for cause, nbytes in node.at_worst:
+            at_worst[cause] = at_worst.get(cause, 0.0) + node.times * nbytes
+    return Node(f"{sum(node.times for node in nodes):,} more", at_worst=tuple(at_worst.items()))
 
 
 def _node(name: str, block: _Block) -> Node:
     most = max(block.held.values(), key=lambda kinds: sum(kinds.values()), default={})
     about = [(kind, size_text(most[kind])) for kind in KINDS if most.get(kind)]
+    if block.at_worst:
+        about.append((AT_WORST, size_text(sum(block.at_worst.values()))))
     if block.parameter is not None:
         about.append(("stored", block.parameter.stored))
         if block.parameter.trained:
             about.append(("gradient and optimizer", block.parameter.gradient_and_optimizer))
     code = block.codes[0] if block.codes else None
-    return Node(name, 1, tuple(about), code, _nodes(block))
+    return Node(name, 1, tuple(about), code, _nodes(block), tuple(block.at_worst.items()))
 
 
 def _code(name: str, template: TemplateFacts) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
@@ -35,9 +36,10 @@ def _asset(name: str) -> str:
     return (files(ASSETS) / "assets" / name).read_text(encoding="utf-8")
 
 
-def page_html(program: ProgramFacts, plan: Plan, profile: Profile | None = None) -> str:
-    """The page of a program as HTML, with a recorded run beside the prediction where one is given."""
-    return render(page_data(program, plan, profile))
+def page_html(program: ProgramFacts, plan: Plan, profile: Profile | None = None, **answers: Any) -> str:
+    """The page of a program as HTML, with a recorded run beside the prediction where one is given. answers: as `page_data` takes
+    them. Raises InputError for answers that lack a field."""
+    return render(page_data(program, plan, profile, **answers))
 
 
 def render(data: PageData) -> str:

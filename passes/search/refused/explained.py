@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.errors import InfeasibleError
 from autopar.ir.text import time_text
 from autopar.passes.search.refused.changes import SettingFor, nearest_changes
-from autopar.passes.search.refused.shortage import memory_shortage
+from autopar.passes.search.refused.shortage import memory_shortage, smallest_plan
 from autopar.passes.search.task import Task
 
 
@@ -13,7 +13,8 @@ def explained(task: Task, batch: int, setting_for: SettingFor, error: Infeasible
     """The error for a request that nothing meets. batch: of the whole step. error: what the search said, where it ended
     with one."""
     total_s = task.options.explain_s
-    shortage = memory_shortage(task, batch)
+    smallest = smallest_plan(task, batch)
+    shortage = memory_shortage(task, batch, smallest)
     changes, cut_off = nearest_changes(task, batch, setting_for, total_s) if total_s > 0 else ((), ())
     lines = [str(error)] if error is not None else []
     if shortage.short_bytes > 0 or not lines:
@@ -30,5 +31,5 @@ def explained(task: Task, batch: int, setting_for: SettingFor, error: Infeasible
             f"Looking further was cut off after {time_text(total_s)} (Options.explain_s) at: {'; '.join(cut_off)}"
         )
     refusal = (type(error) if error is not None else InfeasibleError)("\n".join(lines))
-    refusal.shortage, refusal.alternatives = shortage, changes
+    refusal.shortage, refusal.alternatives, refusal.smallest = shortage, changes, smallest
     return refusal

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from autopar.errors import AutoparError, MemoryShortage
 from autopar.ir.text import size_text
-from autopar.passes.memory.peak import peak_kinds
+from autopar.passes.memory.step_peaks import peak_kinds
 from autopar.passes.price.pricer import OutOfTime
 from autopar.passes.search.lower_bounds import least_bytes, model_bytes
 from autopar.passes.search.microbatches import microbatch_counts
@@ -43,9 +43,8 @@ def in_words(shortage: MemoryShortage) -> MemoryShortage:
 _WORDS = {"optimizer": "optimizer state"}
 
 
-def memory_shortage(task: Task, batch: int) -> MemoryShortage:
-    """The smallest plan's bytes by kind; a lower bound where the options ask for a pipeline or no plan is found in time."""
-    smallest = None if asks_for_pipeline(task.options) else _smallest_plan(task, batch)
+def memory_shortage(task: Task, batch: int, smallest: SmallPlan | None) -> MemoryShortage:
+    """The smallest plan's bytes by kind; a lower bound where there is no such plan."""
     if smallest is None:
         return _lower_bound(task, batch)
     lowered, counted = smallest.candidate.lowered, smallest.account
@@ -63,8 +62,10 @@ def memory_shortage(task: Task, batch: int) -> MemoryShortage:
     )
 
 
-def _smallest_plan(task: Task, batch: int) -> SmallPlan | None:
-    """The plan with the lowest peak that is found in time."""
+def smallest_plan(task: Task, batch: int) -> SmallPlan | None:
+    """The plan with the lowest peak; None where the options ask for a pipeline or none is found in time."""
+    if asks_for_pipeline(task.options):
+        return None
     limit_s = min(task.options.solver_time_limit_s, SOLVER_S)
     timed = task.changed(options=replace(task.options, solver_time_limit_s=limit_s))
     end = time.monotonic() + SMALLEST_S

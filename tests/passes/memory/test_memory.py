@@ -7,7 +7,8 @@ import pytest
 import autopar
 from autopar.ir.actions import StageGraph, Table
 from autopar.ir.lines import label
-from autopar.passes.memory.peak import Moment, StageMemory, group_peaks
+from autopar.passes.memory.peak import Moment, StageMemory
+from autopar.passes.memory.step_peaks import group_peaks
 from autopar.passes.schedule import build
 from autopar.passes.search.by_microbatch import reduced_by_microbatch
 from autopar.runtime.step.pipeline import most_sends

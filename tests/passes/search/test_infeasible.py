@@ -18,7 +18,7 @@ from autopar import ClusterSpec, Options
 from autopar.cluster import scaled
 from autopar.cluster.tiers import Tier
 from autopar.errors import ConstraintError, InfeasibleError, InputError, NoRoomError
-from autopar.passes.memory.peak import group_peaks, peak_kinds
+from autopar.passes.memory.step_peaks import group_peaks, peak_kinds
 from benchmarks.models import Llama, LlamaShape
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)

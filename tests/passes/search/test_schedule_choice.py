@@ -16,7 +16,8 @@ from autopar.ir.actions import StageGraph
 from autopar.options import Options
 from autopar.passes.account.collectives import Collective
 from autopar.passes.account.program import Account, Later, StageAccount, StagePrice
-from autopar.passes.memory.peak import Moment, StageMemory, group_peaks
+from autopar.passes.memory.peak import Moment, StageMemory
+from autopar.passes.memory.step_peaks import group_peaks
 from autopar.passes.schedule import in_flight
 from autopar.passes.search.stages import schedule_choice
 from autopar.passes.search.stages.draft import Draft
