@@ -29,12 +29,14 @@ _PARTS = 1 << 20
 """Sizes of tables are counted in so many parts of a bit: whole numbers, whose sums are the same in any order."""
 
 
-def elimination_order(sizes: Mapping[int, int], near: Mapping[int, Collection[int]]) -> list[int] | None:
+def elimination_order(
+    sizes: Mapping[int, int], near: Mapping[int, Collection[int]], most: float | None = None
+) -> list[int] | None:
     """The variables in the order in which they go, by number of states and neighbours; None where tables get too large. A
-    variable with one state is no part of it."""
-    if sum(sizes.values()) > MANY * len(sizes):
+    variable with one state is no part of it. most: numbers in all tables that are worth it (None: as many as always are)."""
+    if most is None and sum(sizes.values()) > MANY * len(sizes):
         return None
-    order, kept = order_beside(sizes, near, {v: i for i, v in enumerate(near)}, math.inf, MOST)
+    order, kept = order_beside(sizes, near, {v: i for i, v in enumerate(near)}, math.inf, most or MOST)
     return None if kept else order
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.passes.shard.eliminate import elimination_order
-from autopar.passes.shard.padded import Edges, Level, alike, padded_states, slots
+from autopar.passes.shard.padded import Edges, Level, alike, depths, padded_states, slots
 from autopar.passes.shard.polish import polished
 from autopar.passes.shard.reduce import Reduced, assigned, copy_of, keep_states
 
@@ -69,6 +69,11 @@ def bound(
             if closed or passing.small or time.monotonic() > deadline or (k > 15 and not improved):
                 break
     return passing.finish()
+
+
+def levels(r: Reduced) -> int:
+    """Steps that a sweep of messages takes one after another."""
+    return 1 + max(depths((v, r.near[v]) for v in _order(r)).values(), default=-1)
 
 
 def _order(r: Reduced) -> list[int]:

@@ -12,7 +12,7 @@ Two messages belong to every edge: message e goes from `source[e]` to `target[e]
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -86,9 +86,7 @@ class Edges:
         return self._levels(numbers), self._levels(numbers[::-1])
 
     def _levels(self, numbers: Sequence[int]) -> tuple[Level, ...]:
-        depth: dict[int, int] = {}
-        for v in numbers:
-            depth[v] = 1 + max((depth.get(int(self.source[e]), -1) for e in self.entering[v]), default=-1)
+        depth = depths((v, [int(self.source[e]) for e in self.entering[v]]) for v in numbers)
         levels: list[list[int]] = [[] for _ in range(1 + max(depth.values(), default=-1))]
         for v, level in depth.items():
             levels[level].append(v)
@@ -130,6 +128,15 @@ class Level:
             np.array(row, int),
             np.array(share)[:, None],
         )
+
+
+def depths(near: Iterable[tuple[int, Collection[int]]]) -> dict[int, int]:
+    """Per variable the most others that are worked on one after another before it. near: variables in the order of a sweep, each
+    with its neighbours."""
+    depth: dict[int, int] = {}
+    for v, others in near:
+        depth[v] = 1 + max((depth.get(u, -1) for u in others), default=-1)
+    return depth
 
 
 def slots(lists: Sequence[Sequence[int]], filler: int) -> np.ndarray:

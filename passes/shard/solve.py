@@ -29,6 +29,8 @@ _LARGEST = 500_000  # binary variables from which a problem is too large for the
 _CLOSED = 1e-6  # relative distance of bound and plan that counts as proven
 _ROUGH = 1e-3  # `close` from which on a solution is an estimate: no MIP, and no optimum where memory is no matter
 _FREE = 0.1  # of `close`: how close an estimate is where memory is no matter
+NARROW = 6  # variables per step of a sweep of messages up to which what a step takes is not what its numbers take
+_PER_STEP = 200_000  # numbers in tables, as many as are eliminated while ten rounds of messages take a step
 _ROW_SHARE = 0.05  # of the time that is left: what a row for memory may take to better a plan by memory's price
 
 
@@ -112,7 +114,7 @@ def priced(
     """
     r = shortened(start(graph, price))
     size = r.size
-    if (optimum := _by_elimination(r)) is not None:
+    if (optimum := _by_elimination(r) or _along_chains(r)) is not None:
         return optimum
     at_hand = {v: int(np.searchsorted(r.alive[v], known[v])) for v in r.cost} if known is not None else None
     bounds = messages.bound(r, 200, time.monotonic() + (deadline - time.monotonic()) / 2, close / 2, at_hand)
@@ -144,9 +146,18 @@ def _exact(r: Reduced, deadline: float) -> tuple[list[int] | None, float, dict[s
     return restore(r, answer.chosen), _total_bound(r, answer), r.size
 
 
-def _by_elimination(r: Reduced) -> tuple[list[int], float, dict[str, int]] | None:
-    """The same by elimination; None where tables get too large."""
-    order = elimination_order({v: len(c) for v, c in r.cost.items()}, r.near)
+def _along_chains(r: Reduced) -> tuple[list[int], float, dict[str, int]] | None:
+    """The same of a long and narrow graph, as deep models of unlike layers have: messages would go step by step, so larger tables
+    than elsewhere are worth it. None where the graph is wide, or tables get too large for that too."""
+    steps = messages.levels(r)
+    if len(r.cost) > NARROW * steps:
+        return None
+    return _by_elimination(reduce_graph(copy_of(r)), _PER_STEP * steps)
+
+
+def _by_elimination(r: Reduced, most: float | None = None) -> tuple[list[int], float, dict[str, int]] | None:
+    """The same by elimination; None where tables get too large. most: as of `elimination_order`."""
+    order = elimination_order({v: len(c) for v, c in r.cost.items()}, r.near, most)
     if order is None:
         return None
     chosen, value = eliminated(r, order)

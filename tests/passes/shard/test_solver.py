@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from unittest import mock
 
 import numpy as np
@@ -13,12 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.passes.shard import eliminate, polish
+from autopar.passes.shard import solve as solving
 from autopar.passes.shard.eliminate import eliminated, elimination_order, order_beside
 from autopar.passes.shard.graph import FactorGraph
 from autopar.passes.shard.messages import bound
 from autopar.passes.shard.polish import polished
 from autopar.passes.shard.reduce import copy_of, reduce_graph, restore, start
-from autopar.passes.shard.solve import Shortage, Solution, _prune, better_within, greedy, priced, solve
+from autopar.passes.shard.solve import Shortage, Solution, _along_chains, _prune, better_within, greedy, priced, solve
+
+NEVER = 1e9
+"""A deadline that does not come."""
 
 
 def random_graph(
@@ -45,6 +50,29 @@ def random_graph(
     return graph
 
 
+@contextmanager
+def by_messages() -> Iterator[None]:
+    """No graph is solved by elimination alone."""
+    with mock.patch.object(eliminate, "MOST", 0), mock.patch.object(solving, "NARROW", 0):
+        yield
+
+
+def ladder(seed: int, steps: int, states: int, ties: bool) -> FactorGraph:
+    """Two variables a step, each beside the other and those of the next step."""
+    rng = np.random.default_rng(seed)
+    graph = FactorGraph()
+
+    def numbers(*shape: int) -> np.ndarray:
+        return rng.integers(0, 4, shape).astype(float) if ties else rng.random(shape)
+
+    for v in range(2 * steps):
+        graph.add(("v", str(v)), tuple(range(states)), numbers(states), np.zeros(states))
+        for u in range(2 * (v // 2) - 2, v):
+            if u >= 0:
+                graph.connect(u, v, numbers(states, states) / 4)
+    return graph
+
+
 def brute_force(graph: FactorGraph, budget: float | None) -> float | None:
     best = None
     for choice in itertools.product(*(range(len(s)) for s in graph.states)):
@@ -66,7 +94,7 @@ def test_solver_finds_the_brute_force_optimum(seed: int, ties: bool, density: fl
 @given(st.integers(0, 10_000), st.booleans())
 def test_message_passing_path_finds_the_same_optimum(seed: int, ties: bool) -> None:
     graph = random_graph(seed, ties=ties)
-    with mock.patch.object(eliminate, "MOST", 0):
+    with by_messages():
         solution = solve(graph)
     assert isinstance(solution, Solution)
     assert solution.cost == pytest.approx(brute_force(graph, None), rel=2e-6, abs=1e-9)
@@ -90,6 +118,37 @@ def test_elimination_is_left_where_its_tables_would_be_large() -> None:
     chain = {v: [u for u in (v - 1, v + 1) if 0 <= u < 12] for v in range(12)}
     assert elimination_order(dict.fromkeys(everyone, 5), everyone) is None
     assert sorted(elimination_order(dict.fromkeys(chain, 5), chain) or []) == list(range(12))
+
+
+@given(st.integers(0, 10_000), st.booleans())
+def test_long_and_narrow_graphs_have_the_brute_force_optimum_without_messages(seed: int, ties: bool) -> None:
+    graph = ladder(seed, 3, 3, ties)
+    found = _along_chains(start(graph))
+    assert found is not None
+    choice, value, _ = found
+    assert graph.value(choice) == pytest.approx(value, abs=1e-9)
+    assert value == pytest.approx(brute_force(graph, None), abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_long_and_narrow_graphs_cost_what_they_do_by_messages(seed: int) -> None:
+    graph = ladder(seed, 12, 9, ties=False)
+    alone = solve(graph)
+    with mock.patch.object(solving, "NARROW", 0):
+        passed = solve(graph)
+    assert isinstance(alone, Solution)
+    assert isinstance(passed, Solution)
+    assert alone.cost == pytest.approx(passed.cost, rel=1e-6)
+    assert alone.gap == pytest.approx(0, abs=1e-12)
+
+
+def test_wide_graphs_are_left_to_messages() -> None:
+    star = FactorGraph()
+    for v in range(20):
+        star.add(("v", str(v)), (0, 1), np.zeros(2), np.zeros(2))
+        if v:
+            star.connect(0, v, np.eye(2))
+    assert _along_chains(start(star)) is None
 
 
 @given(st.integers(0, 10_000), st.booleans(), st.sampled_from([3.0, 6.0, 18.0]))
@@ -211,9 +270,9 @@ def test_an_assignment_that_is_known_is_improved_on_and_never_stands_in_the_way(
     graph = random_graph(seed, density=0.8)
     rng = np.random.default_rng(known_seed)
     known = [int(rng.integers(len(states))) for states in graph.states]
-    with mock.patch.object(eliminate, "MOST", 0):
-        choice, lower, _ = priced(graph, 0.0, math.inf, known=known)
-        rough, rough_lower, _ = priced(graph, 0.0, math.inf, close=0.05, known=known)
+    with by_messages():
+        choice, lower, _ = priced(graph, 0.0, NEVER, known=known)
+        rough, rough_lower, _ = priced(graph, 0.0, NEVER, close=0.05, known=known)
     optimum = brute_force(graph, None)
     assert optimum is not None
     assert choice is not None
