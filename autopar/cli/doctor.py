@@ -84,11 +84,11 @@ def run(args: argparse.Namespace) -> int:
     if args.more:
         args.own_parser.error(f"unrecognized arguments: {' '.join(args.more)}")
     if advised.is_program(args.directory):
-        found = advised.advised(args)
+        advice = advised.advised(args)
         if args.json:
-            print(json.dumps(found.facts()))
+            print(json.dumps(advice.facts()))
         else:
-            show(str(found))
+            show(str(advice))
         if args.json or not (args.directory / "flight").is_dir():
             return 0
     elif args.profile or args.model:
