@@ -153,6 +153,7 @@ def ran(run: object, *words: str) -> int:
     [
         (command.AutoparError("no such plan"), 2, "autopar tune: no such plan\n"),
         (FileNotFoundError(2, "No such file or directory", "there/plan.json"), 2, "there/plan.json: No such file"),
+        (OSError(28, "No space left on device"), 2, "autopar tune: No space left on device\n"),
         (KeyboardInterrupt(), 130, ""),
     ],
 )
