@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line. Gives its exit status, as `command.start` does."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        known = parser(words[:1])
+        known = parser([word for word in words if word in COMMANDS][:1])
     except KeyboardInterrupt:  # while the command is imported
         return INTERRUPTED
     return start(known, words)

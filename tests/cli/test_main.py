@@ -134,10 +134,11 @@ def test_wrong_words_end_with_2(words: list[str], said: str, capsys: pytest.Capt
 
 
 def test_unknown_words_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["dump", "out", "--colour"])
-    assert left.value.code == 2
-    assert "autopar dump: error: unrecognized arguments: --colour" in capsys.readouterr().err
+    for words in (["estimate", "--batch", "8", "--colour"], ["--colour", "estimate", "--batch", "8"]):
+        with pytest.raises(SystemExit) as left:
+            main(words)
+        assert left.value.code == 2
+        assert "autopar estimate: error: unrecognized arguments: --colour" in capsys.readouterr().err
 
 
 def ran(run: object, *words: str) -> int:
