@@ -1,1 +1,1 @@
-"""Command lines: autopar, autopar-dump, autopar-estimate, autopar-calibrate, autopar-export."""
+"""The command line `autopar`, a module for each of its commands."""

@@ -102,6 +102,6 @@ def _told(error: Exception) -> str | None:
 
     if isinstance(error, AutoparError | RuntimeProgramError):
         return str(error)
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     return None

@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Collection, Sequence
 
-from autopar.cli.command import COMMANDS, Commands, start
+from autopar.cli.command import COMMANDS, INTERRUPTED, Commands, start
 
 
 def add_command(commands: Commands, name: str) -> None:
@@ -73,7 +73,11 @@ def parser(whole: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line. Gives its exit status, as `command.start` does."""
     words = list(sys.argv[1:] if argv is None else argv)
-    return start(parser(words[:1]), words)
+    try:
+        known = parser([word for word in words if word in COMMANDS][:1])
+    except KeyboardInterrupt:  # while the command is imported
+        return INTERRUPTED
+    return start(known, words)
 
 
 if __name__ == "__main__":

@@ -154,12 +154,15 @@ def run(args: argparse.Namespace) -> int:
         (
             "*" if one is ranked[0] else "",
             one.shown,
-            one.failed or time_text(one.step_s),
+            "failed" if one.failed else time_text(one.step_s),
             time_text(one.saved.program.predicted.step_time_s),
         )
         for one in ranked
     ]
     show(Table(("", "plan", "step", "predicted"), rows, right=(2, 3)))
+    for one in ranked:
+        if one.failed:
+            show(f"{one.shown} failed: {one.failed}")
     show(f"{args.directory / 'run.py'} runs the first; {args.directory / LEARNED} is the cluster as measured")
     return 0
 

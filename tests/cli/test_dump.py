@@ -6,6 +6,7 @@ import functools
 import json
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
@@ -18,9 +19,10 @@ import autopar
 from autopar.cli.drawn_graph import clusters, repeats
 from autopar.cli.dump import main
 from autopar.cli.dump_sections import SECTIONS
-from autopar.cli.graph_picture import graph_svg
+from autopar.cli.graph_picture import MOST, graph_svg
 from autopar.cli.saved import read
 from autopar.ir.text import size_text
+from autopar.report.program_facts import FunctionFacts, LineFacts, TemplateFacts
 from tests.ops.rings import Transformer, with_attention
 from tests.test_house import ROOT
 
@@ -234,6 +236,27 @@ def test_long_functions_are_drawn_in_blocks_of_consecutive_lines(saved):
         assert nx.is_directed_acyclic_graph(nx.DiGraph([(edge.source, edge.target) for edge in cluster.edges]))
         merged = {node.name: node for node in cluster.nodes}
         assert all(edge.source in merged and edge.target in merged for edge in cluster.edges)
+
+
+def test_a_graph_of_thousands_of_ops_is_sixty_boxes_that_count_all_of_them(saved):
+    def line(i: int) -> LineFacts:
+        reads = tuple(f"v{j}" for j in (i - 1, i - 7) if j >= 0) or ("x",)
+        op, axis = ("comm.all_reduce", "tp") if i % 11 == 10 else ("aten.mul.Tensor", None)
+        return LineFacts(
+            out=(f"v{i}",), op=op, reads=reads, specs=("f32[8]",), phase="F", source="", axis=axis, sent=()
+        )
+
+    program = read(saved)
+    big = TemplateFacts((), (), {"forward": FunctionFacts({"x": "f32[8]"}, tuple(map(line, range(6000))), ("v5999",))})
+    stages = tuple(replace(stage, templates={"big": big}) for stage in program.stages)
+    program = replace(program, program=replace(program.program, stages=stages))
+    (own,) = (cluster for cluster in clusters(program, MOST) if cluster.name == "big_forward")
+    blocks = [node for node in own.nodes if node.kind != "argument"]
+    counted = [re.match(r"(\d+) ops, (\d+) messages", node.label) for node in blocks]
+    assert len(blocks) <= MOST
+    assert [sum(int(found[n]) for found in counted) for n in (1, 2)] == [6000, 6000 // 11]
+    assert all(node.kind == "all_reduce" for node in blocks)
+    ElementTree.fromstring(graph_svg(program))
 
 
 def test_the_code_of_a_rank(saved, capsys):

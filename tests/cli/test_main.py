@@ -134,10 +134,11 @@ def test_wrong_words_end_with_2(words: list[str], said: str, capsys: pytest.Capt
 
 
 def test_unknown_words_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["dump", "out", "--colour"])
-    assert left.value.code == 2
-    assert "autopar dump: error: unrecognized arguments: --colour" in capsys.readouterr().err
+    for words in (["estimate", "--batch", "8", "--colour"], ["--colour", "estimate", "--batch", "8"]):
+        with pytest.raises(SystemExit) as left:
+            main(words)
+        assert left.value.code == 2
+        assert "autopar estimate: error: unrecognized arguments: --colour" in capsys.readouterr().err
 
 
 def ran(run: object, *words: str) -> int:
@@ -153,6 +154,7 @@ def ran(run: object, *words: str) -> int:
     [
         (command.AutoparError("no such plan"), 2, "autopar tune: no such plan\n"),
         (FileNotFoundError(2, "No such file or directory", "there/plan.json"), 2, "there/plan.json: No such file"),
+        (OSError(28, "No space left on device"), 2, "autopar tune: No space left on device\n"),
         (KeyboardInterrupt(), 130, ""),
     ],
 )
