@@ -45,6 +45,7 @@ from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import Plan
 from autopar.program import ParallelProgram, emit
 from autopar.report.pareto import Pareto, pareto_of
+from autopar.report.torch_trace import trace
 from autopar.request import Request, checked_options, make_request
 from autopar.runtime.data.schema import is_integer, shown
 from autopar.runtime.update.update_rule import ClipNorm, LossScaling, OptimizerFactory, SchedulerFactory, UpdateRule
@@ -219,7 +220,9 @@ def compile_request(request: Request, known: Known | None = None) -> ParallelPro
     """The program of a request: `compile` once its arguments are checked. known: what was found out before about the same model;
     the program is the same without."""
     program = _compiled(request, known if known is not None and known.serves(request) else None)
-    return with_forms(program, lambda form: _compiled(form, first=program))
+    program = with_forms(program, lambda form: _compiled(form, first=program))
+    trace(program)
+    return program
 
 
 def _compiled(request: Request, known: Known | None = None, first: ParallelProgram | None = None) -> ParallelProgram:

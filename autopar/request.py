@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -232,17 +233,13 @@ class Request:
         """The same step under the same options on a part of its cluster. Raises InputError where they do not allow it."""
         return self.searched(self.options, cluster=cluster)
 
-    def searched(self, options: Options, *, cluster: ClusterSpec | None = None, times: float = 1.0) -> Request:
+    def searched(self, options: Options, *, cluster: ClusterSpec | None = None, times: Fraction | int = 1) -> Request:
         """The same step with other options, its plan to be searched. cluster: another one; times: as large as this batch is the
-        other one (an integer, or one by an integer), of which there are no buckets and no entries. Raises InputError."""
+        other one, of which there are no buckets and no entries. Raises InputError."""
         request = replace(self, cluster=as_computed(cluster or self.cluster, options), options=options, plan=None)
         if times != 1:
             dims = options.batch_dims
-            inputs = (
-                repeated(self.inputs, dims, round(times))
-                if times > 1
-                else microbatch(self.inputs, dims, round(1 / times))
-            )
+            inputs = microbatch(repeated(self.inputs, dims, times.numerator), dims, times.denominator)
             request = replace(request, inputs=inputs, buckets=(), entries={})
         _check(request)
         return request
@@ -377,12 +374,14 @@ def _check(request: Request) -> None:
 
 def _check_axes(options: Options, ranks: int) -> None:
     """Raises InputError where the ranks of a cluster do not divide by the sizes of axes that are asked for."""
-    sizes = dict(options.axes or {})
-    wanted = prod(sizes.values()) * (options.pp or 1)
-    if ranks % wanted:
-        words = ", ".join(f"{axis}={n}" for axis, n in {**sizes, **({"pp": options.pp} if options.pp else {})}.items())
+    if options.axes is None:
+        return
+    wanted, stages = prod(options.axes.values()), options.pp or 1
+    if ranks % wanted or ranks < wanted * stages:
+        sizes = dict(options.axes) | ({"pp": stages} if stages > 1 else {})
+        words = ", ".join(f"{axis}={n}" for axis, n in sizes.items())
         raise InputError(
-            f"{words} takes a multiple of {wanted} ranks, the cluster has {ranks}; make the sizes divide {ranks}"
+            f"{words} takes a multiple of {wanted} ranks, at least {wanted * stages}, the cluster has {ranks}; choose other sizes"
         )
 
 

@@ -15,8 +15,9 @@ How it is read, with the shares and factors of a `Software`:
     action  =  stretched(computed + factor · passes) + exposed share · message, for every message
     step    =  (pipeline of the actions + parameters' messages that nothing hides + optimizer + the rest + overhead) · jitter
 
-A call takes no less than the host needs to launch it. Parameters' messages once a step hide behind one microbatch's forward
-(values) and backward (gradients); those of every microbatch (ZeRO-3) behind that microbatch; of all a share stays exposed.
+A call takes no less than the host needs to launch it, and so does what comes once a step. Parameters' messages once a step hide
+behind one microbatch's forward (values) and backward (gradients); those of every microbatch (ZeRO-3) behind that microbatch;
+of all a share stays exposed.
 """
 
 from __future__ import annotations
@@ -350,6 +351,7 @@ def step_seconds(bill: Bill, software: Software) -> StepSeconds:
         window = overlap_window(len(group), len(bill.groups), bill.microbatches)
         messages = exposed_parameters_s(traffic, (forward_s, backward_s), bill.microbatches, window, software)
         optimizer_s, rest_s = sum(s.optimizer_s for s in stages), sum(s.rest_s for s in stages)
+        rest_s = max(rest_s, software.constants.once_host_s - optimizer_s)
         once.append(OnceSeconds(messages + optimizer_s + rest_s, messages, optimizer_s, rest_s))
     slowest = max(once)
     step_s = least_step_s(span_s + slowest.once_s, bill.nodes, software)

@@ -46,7 +46,7 @@ SMALL_OPS: Sequence[Callable[[torch.Tensor], Any]] = (
     lambda x: x.sum(1),
     F.silu,
 )
-"""Small ops such as programs are made of; one after the other, on tensors so small that the host's launching is all there is to it."""
+"""Small ops such as programs are made of; one after the other, on small tensors, the host's launching is all that takes time."""
 
 
 def timed_s(run: Callable[[], Any], device: torch.device, least_s: float) -> float:

@@ -50,7 +50,8 @@ def changes(args: argparse.Namespace) -> dict[str, Any]:
 
 def comparison(program: ParallelProgram, args: argparse.Namespace) -> str:
     """The answer to `--compare`, in words or as JSON. Raises AutoparError."""
-    answer = compared(program, *args.compare, program.compile_again, program.with_plan)
+    first, second = args.compare
+    answer = compared(program, first, second, program.compile_again, program.with_plan)
     return json.dumps(answer.facts()) if args.json else answer.report()
 
 

@@ -5,7 +5,8 @@ autopar price ds_config.json --model my_package.models:step --cluster cluster.ya
 
 CONFIG is a command line of Megatron, a recipe of torchtitan, a JSON of DeepSpeed, a YAML of accelerate, a tp_plan, or FSDP2
 code as `autopar plan --export` writes it. MODEL is as for `autopar plan`. The layout is compiled, and said are seconds, tokens
-per second, utilisation, peak by cause, whether that fits, keys that mean nothing here, and what the best plan does otherwise.
+per second, utilisation, peak by cause, whether that fits, keys that mean nothing here, and what the nearest of the better
+plans, and the best of them, change.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from typing import Any
 import autopar.api
 from autopar.cli.asked_model import arguments_of
 from autopar.cli.cluster_argument import read_cluster
-from autopar.errors import AutoparError, InputError
+from autopar.compiled import Compiled
+from autopar.errors import InputError
 from autopar.exchange.formats import FORMATS, read_file
-from autopar.exchange.from_plan import layout_of
 from autopar.exchange.layout import Layout
 from autopar.exchange.to_options import differences, options_of
 from autopar.ir.text import size_text, time_text
 from autopar.options import Options
 from autopar.program import ParallelProgram
 from autopar.report.answer import rate_text, room_facts, work_facts
+from autopar.report.better_plans import Better, better_plans
 
 
 def add_parser(commands: Any) -> None:
@@ -80,10 +82,10 @@ def priced(args: argparse.Namespace) -> dict[str, Any]:
         "priced_with": list(differences(layout)),
         "meaningless": dict(read.unknown),
     }
-    return facts | ({} if args.alone else {"better": _better(program, cluster, arguments, given, layout)})
+    return facts | ({} if args.alone else {"better": _better(program, layout, given or Options())})
 
 
-def _prediction(program: ParallelProgram) -> dict[str, Any]:
+def _prediction(program: Compiled) -> dict[str, Any]:
     """Seconds, tokens per second, utilisation and bytes of a program."""
     work, room = work_facts(program), room_facts(program)
     return {
@@ -97,26 +99,21 @@ def _prediction(program: ParallelProgram) -> dict[str, Any]:
     }
 
 
-def _better(
-    program: ParallelProgram, cluster: Any, arguments: Any, given: Any, layout: Layout
-) -> dict[str, Any] | None:
-    """The best plan in the same precision, where it is faster or fits where the layout does not; None where there is none."""
-    options = replace(given or Options(), precision=layout.precision or None, explain_s=0.0)
-    try:
-        best = autopar.api.compile(cluster=cluster, options=options, **arguments)
-    except AutoparError:
-        return None
-    room = room_facts(program)
-    if best.predicted.step_time_s >= program.predicted.step_time_s and room.needed_bytes <= room.device_bytes:
-        return None
-    own, _ = layout_of(best)
-    names = [name for name in (own.said() | layout.said()) if name not in ("modules", "stages", "table")]
-    changes = {
-        name: [str(getattr(layout, name)), str(getattr(own, name))]
-        for name in names
-        if getattr(layout, name) != getattr(own, name)
+def _better(program: ParallelProgram, layout: Layout, given: Options) -> dict[str, Any] | None:
+    """The nearest plan that is better, and the best; None where there is none."""
+    found = better_plans(program, layout, given, program.compile_again)
+    return None if found is None else dict(zip(("nearest", "best"), map(_described, found), strict=True))
+
+
+def _described(better: Better) -> dict[str, Any]:
+    """A better plan, and what it changes."""
+    changes = {name: [str(before), str(after)] for name, (before, after) in better.changes.items()}
+    return {
+        "degrees": dict(better.degrees),
+        **_prediction(better.program),
+        "changes": changes,
+        "also": list(better.also),
     }
-    return {"plan": best.plan.show_meshes(), **_prediction(best), "changes": changes}
 
 
 def in_words(found: dict[str, Any]) -> str:
@@ -130,11 +127,18 @@ def in_words(found: dict[str, Any]) -> str:
     if "better" in found:
         better = found["better"]
         if better is None:
-            lines.append("no plan is predicted to be faster")
+            lines.append("no plan is predicted to be better")
+        elif better["nearest"] == better["best"]:
+            lines += _better_lines("better, nearest and best", better["best"])
         else:
-            lines.append(_line(f"better: {better['plan']}", better))
-            lines += [f"  {name}: {before} → {after}" for name, (before, after) in better["changes"].items()]
+            lines += [*_better_lines("nearest better", better["nearest"]), *_better_lines("best", better["best"])]
     return "\n".join(lines)
+
+
+def _better_lines(what: str, found: dict[str, Any]) -> list[str]:
+    degrees = " ".join(f"{name}={size}" for name, size in found["degrees"].items())
+    changes = [f"  {name}: {before} → {after}" for name, (before, after) in found["changes"].items()]
+    return [_line(f"{what}: {degrees}", found), *changes, *(f"  and {one}" for one in found["also"])]
 
 
 def _line(what: str, found: dict[str, Any]) -> str:

@@ -29,15 +29,15 @@ from autopar.exchange.layout import Layout
 _PARALLELISM = "parallelism_config.parallelism_config_"
 _FSDP = "fsdp_config.fsdp_"
 _PRECISION = {"": "no", "bf16": "bf16", "fp16": "fp16"}
-_FIXED = {
-    "compute_environment": "LOCAL_MACHINE",
-    "distributed_type": "FSDP",
-    "use_parallelism_config": "true",
+_FSDP_FIXED = {
     f"{_FSDP}version": 2,
     f"{_FSDP}auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
     f"{_FSDP}state_dict_type": "SHARDED_STATE_DICT",
+    f"{_FSDP}cpu_ram_efficient_loading": False,
 }
-"""Keys that say that the others hold."""
+_FIXED = {"compute_environment": "LOCAL_MACHINE", "use_parallelism_config": "true", **_FSDP_FIXED}
+"""Keys that say that the others hold, and one that older versions have."""
+_WRAPPED = f"{_FSDP}transformer_layer_cls_to_wrap"
 
 
 def _yes(name: str, field: str, value: Any, off: Any) -> Key:
@@ -73,7 +73,7 @@ KEYS = (
 
 
 def write(layout: Layout, facts: Facts) -> Written:
-    """The YAML, and what it says."""
+    """The YAML, and what it says. FSDP needs ranks to cut the state over; without them nothing is said of it."""
     carried = fsdp2.as_carried(layout, facts)
     carried = replace(carried, cp=layout.cp, dp=None)
     carried = carried.on(facts.ranks) if facts.ranks else replace(carried, dp=layout.dp)
@@ -82,9 +82,24 @@ def write(layout: Layout, facts: Facts) -> Written:
             carried, zero=3, reshard_after_forward=False
         )  # it has no copies of parameters beside tp or cp
     carried = replace(carried, modules=layout.modules)
+    shards = carried.zero > 0 or carried.cp > 1
+    if not shards:
+        carried = replace(carried, recompute="none", offload="none")
     ranks = carried.ranks or 1
-    machines = {"num_machines": max(1, ranks // max(1, min(facts.per_node, ranks))), "num_processes": ranks}
-    text = yaml.safe_dump(nested({**_FIXED, **machines, **write_keys(KEYS, carried)}), sort_keys=False)
+    said = write_keys(KEYS, carried)
+    if not shards:
+        kept = _PARALLELISM if carried.tp > 1 else "mixed_precision"
+        said = {name: value for name, value in said.items() if name.startswith((kept, "mixed_precision"))}
+    values = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP" if shards else "MULTI_GPU",
+        "num_machines": max(1, ranks // max(1, min(facts.per_node, ranks))),
+        "num_processes": ranks,
+        **(_FSDP_FIXED if shards else {}),
+        **({_WRAPPED: ",".join(facts.block_classes)} if shards and facts.block_classes else {}),
+        **said,
+    }
+    text = yaml.safe_dump(nested(values), sort_keys=False)
     return Written({"accelerate.yaml": text}, carried, lost(layout, carried, "accelerate"))
 
 
@@ -98,7 +113,11 @@ def read(text: str) -> Read:
         raise InputError("a configuration of accelerate is a mapping of keys")
     flat = {name: value for name, value in flattened(values).items() if _FIXED.get(name) != value}
     ranks = flat.pop("num_processes", None)
-    flat.pop("num_machines", None)
+    for name in ("num_machines", _WRAPPED):
+        flat.pop(name, None)
+    kind = flat.pop("distributed_type", "FSDP")
+    if kind not in ("FSDP", "MULTI_GPU"):
+        flat["distributed_type"] = kind
     said = read_keys(KEYS, flat)
     replicate, shard = (flat.get(f"{_PARALLELISM}dp_{name}_size") for name in ("replicate", "shard"))
     layout = said.layout

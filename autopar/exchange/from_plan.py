@@ -76,7 +76,9 @@ def facts_of(program: Compiled) -> Facts:
     per_node = min(levels[0].group_size if levels else program.plan.ranks, program.plan.ranks)
     integers = [t for _, t in program.ir.inputs if not t.dtype.is_floating_point and len(t.shape) == 2]
     sequence = int(integers[0].shape[1]) if integers else None
-    return Facts(sequence, layer_paths(program), type(program.model).__name__, per_node, program.plan.ranks)
+    blocks = layer_paths(program)
+    classes = tuple(dict.fromkeys(type(program.model.get_submodule(path)).__name__ for path in blocks))
+    return Facts(sequence, blocks, classes, type(program.model).__name__, per_node, program.plan.ranks)
 
 
 def layer_paths(program: Compiled) -> tuple[str, ...]:

@@ -68,11 +68,12 @@ def above(size: int | None, least: int) -> int | None:
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts that a format may say beside the layout. sequence: tokens of a sequence; blocks: paths of modules to wrap; model: its
-    class; per_node: devices of a machine; ranks: in all."""
+    """Facts that a format may say beside the layout. sequence: tokens of a sequence; blocks: paths of modules to wrap;
+    block_classes: their classes; model: its class; per_node: devices of a machine; ranks: in all."""
 
     sequence: int | None = None
     blocks: tuple[str, ...] = ()
+    block_classes: tuple[str, ...] = ()
     model: str = "the model"
     per_node: int = 8
     ranks: int | None = None

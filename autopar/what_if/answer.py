@@ -91,7 +91,7 @@ class WhatIf(Generic[P]):
 
     @property
     def difference(self) -> Difference | None:
-        """What the program has more than the one before; None where nothing fits."""
+        """The difference from the program before; None where nothing fits."""
         return None if self.program is None else difference(self.before, self.program)
 
     @property

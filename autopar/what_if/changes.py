@@ -34,6 +34,8 @@ PIN = "pin:"
 OF_RANKS = ("mesh", "pin", "nodes", "memory_gb", "cluster")
 MOST_GB = 1e6
 _FIELDS = tuple(field.name for field in fields(Options) if field.name not in ("mesh", "axes"))
+_OF_FIRST = ("strategy", "pp", "chunks", "schedule", "stage_boundaries", "constraints")
+"""Fields of `Options` that a program's own step alone has; entries follow its plan."""
 _BETWEEN = re.compile(r",(?![^\[]*\])")
 
 
@@ -136,9 +138,20 @@ def changed(request: Request, changes: Mapping[str, Any]) -> Request:
     """The request with changes, its plan to be searched again. Raises InputError, ClusterError."""
     if not changes:
         raise InputError("what_if needs a change, such as tp=4, strategy='fsdp', nodes=16 or pin={name: spec}")
-    return request.searched(
-        changed_options(request.options, changes), cluster=changed_cluster(request.cluster, changes)
-    )
+    options = changed_options(request.options, changes)
+    differing = [name for name in _FIELDS if getattr(options, name) != getattr(request.options, name)]
+    others = [name for name in differing if name not in _OF_FIRST]
+    if request.entries and others:
+        raise InputError(
+            f"{', '.join(others)} would be of the entries {', '.join(request.entries)} too, which may have options of their own; "
+            "compile again with these"
+        )
+    if "matmul_precision" in differing and options.matmul_precision == "highest":
+        raise InputError(
+            "a program whose products were priced as TF32 is not priced otherwise; compile again without it"
+        )
+    update = replace(request.update, compensated=options.compensated_sums)
+    return replace(request, update=update).searched(options, cluster=changed_cluster(request.cluster, changes))
 
 
 def _value(text: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -84,16 +83,17 @@ def _sentence(before: Compiled, after: Compiled, steps: tuple[float, float], pea
 
 def _most_sent(before: Compiled, after: Compiled, slower: bool) -> str:
     """The kind of messages of which there are more seconds, or fewer where the step is faster, than of any other."""
-    totals: Counter[str] = Counter()
+    totals: dict[str, float] = {}
     for program, sign in ((before, -1), (after, 1)):
         for one in program.account.collectives:
-            totals[f"{one.kind} over {one.axis}"] += (sign if slower else -sign) * one.time_s
-    kind, most_s = max(totals.items(), key=lambda item: item[1], default=("", 0.0))
-    return kind if most_s > 0 else ""
+            kind = f"{one.kind} over {one.axis}"
+            totals[kind] = totals.get(kind, 0.0) + (sign if slower else -sign) * one.time_s
+    most, most_s = max(totals.items(), key=lambda item: item[1], default=("", 0.0))
+    return most if most_s > 0 else ""
 
 
 def _plan_changes(before: Plan, after: Plan) -> Iterator[tuple[str, str, str]]:
-    """What differs between two plans: what, before, and after."""
+    """Decisions that differ between two plans: which, before, and after."""
     rows = [
         ("ranks", f"{before.ranks:,}", f"{after.ranks:,}"),
         ("mesh", _meshes(before), _meshes(after)),

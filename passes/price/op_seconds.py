@@ -147,9 +147,11 @@ class OpSeconds:
 
     @cached_property
     def _rows(self) -> list[tuple[str, ...]]:
-        """The factors of every operand's and result's last dim."""
+        """The factors of the last dim of the product's matrices."""
+        sizes = {f for factors in self._work[2] for f in factors}
         sides = zip((*self.call.operands, *self.call.results), (*self.rule.operands, *self.rule.results), strict=True)
-        return [labels[-1] for t, labels in sides if t is not None and labels and len(labels) > 1]
+        matrices = (labels for t, labels in sides if t is not None and labels and len(labels) > 1)
+        return [labels[-1] for labels in matrices if labels[-1] and sizes.issuperset(labels[-1])]
 
     @cached_property
     def _facts(self) -> OpDef:

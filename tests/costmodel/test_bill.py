@@ -22,7 +22,7 @@ from autopar.costmodel.bill import (
     step_seconds,
 )
 from autopar.costmodel.simulate import Durations, makespan_s
-from autopar.costmodel.software import NEUTRAL, StepConstants, emitted_on
+from autopar.costmodel.software import LAUNCH_HOST, NEUTRAL, ONCE_LAUNCHES, StepConstants, emitted_on
 from autopar.ir.actions import StageGraph
 from autopar.ir.schedules import SCHEDULES
 
@@ -133,6 +133,18 @@ def test_jitter_and_overhead_are_those_of_the_constants() -> None:
     assert read.overhead_s == pytest.approx(read.step_s - 1.25)
 
 
+@pytest.mark.parametrize(("optimizer_s", "rest_s", "once_s"), [(0.1, 0.05, 0.4), (0.3, 0.2, 0.5), (0.5, 0.0, 0.5)])
+def test_what_comes_once_a_step_takes_the_host_at_least_its_seconds(
+    optimizer_s: float, rest_s: float, once_s: float
+) -> None:
+    software = replace(NEUTRAL, constants=replace(NEUTRAL.constants, once_host_s=0.4))
+    stage = StageBill(((CallBill(Work(1.0)), 1),), optimizer_s=optimizer_s, rest_s=rest_s)
+    read = step_seconds(replace(in_a_row(1), stages=(stage,)), software)
+    assert read.step_s == pytest.approx(1.0 + once_s)
+    assert read.optimizer_s + read.rest_s == pytest.approx(once_s)
+    assert read.overhead_s == pytest.approx(0.0)
+
+
 def test_programs_on_fitted_gpus_are_read_with_the_fitted_constants_and_others_without() -> None:
     h100 = emitted_on(ClusterSpec.preset("dgx-h100"))
     assert h100.constants.dp_exposed < 1
@@ -140,8 +152,13 @@ def test_programs_on_fitted_gpus_are_read_with_the_fitted_constants_and_others_w
     assert h100.late_gather
     assert not h100.overlap_tp
     measured = replace(device_preset("h100"), curve=replace(device_preset("h100").curve, matmul=0.7))
-    assert emitted_on(ClusterSpec.homogeneous(devices=8, device=measured)) is NEUTRAL
-    assert emitted_on(ClusterSpec.local(4)) is NEUTRAL
+    alone = emitted_on(ClusterSpec.homogeneous(devices=8, device=measured))
+    launch_s = LAUNCH_HOST * measured.launch_overhead_s
+    assert alone.launch_host_s == pytest.approx(launch_s)
+    assert alone.constants.once_host_s == pytest.approx(ONCE_LAUNCHES * launch_s)
+    assert alone.mixture_host_s(16) == 0
+    assert replace(alone, constants=NEUTRAL.constants) == NEUTRAL
+    assert emitted_on(ClusterSpec.local(4)) == NEUTRAL
 
 
 LLAMA8B = TransformerShape(

@@ -26,6 +26,10 @@ PLANS = {
     "partly-frozen_shards": ({"dp": 4}, "zero3", 1),
 }
 """Mesh, strategy and microbatches by case: the zoo's model, and a word."""
+OVER_DP = tuple(case for case, (mesh, _, _) in PLANS.items() if "tp" not in mesh)
+OVER_TP = tuple(case for case, (mesh, _, _) in PLANS.items() if "tp" in mesh)
+STACKS = (("fsdp2", "torch", tuple(PLANS)), ("accelerate", "accelerate", OVER_DP), ("tp_plan", "transformers", OVER_TP))
+"""Format, the package that runs it, and the cases that it can: accelerate and transformers cut parameters along one axis."""
 
 
 def model_of(zoo: ZooModel) -> nn.Module:

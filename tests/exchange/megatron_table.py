@@ -19,7 +19,7 @@ LAUNCHER = ("nnodes", "nproc_per_node")
 
 
 def faults(command: str) -> list[str]:
-    """What Megatron would not take of a command line, in words."""
+    """The points of a command line that Megatron would not take, in words."""
     values = {name: value for name, value in megatron.flags(command).items() if name not in LAUNCHER}
     return [*_unlike_their_flags(values), *_alone(values)]
 

@@ -16,7 +16,7 @@ from autopar.errors import InputError
 from autopar.exchange.formats import FORMATS
 from autopar.exchange.from_plan import layout_of
 from autopar.exchange.layout import StageUnits
-from tests.exchange.cases import PLANS, STEPS, batch_of, program_of
+from tests.exchange.cases import STACKS, STEPS, batch_of, program_of
 from tests.exchange.megatron_table import faults
 from tests.zoo.models import BY_NAME
 from tests.zoo.programs import compiled_zoo
@@ -98,18 +98,24 @@ def test_an_unknown_format_is_refused(llama: autopar.Program, tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_fsdp2_code_of_zoo_plans_trains_as_the_plans_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "package", "cases"), STACKS, ids=lambda one: one if isinstance(one, str) else "")
+def test_zoo_plans_train_elsewhere_as_they_do_here(
+    name: str, package: str, cases: tuple[str, ...], tmp_path: Path
+) -> None:
+    pytest.importorskip(package)
     expected = {}
-    for case in PLANS:
+    for case in cases:
         zoo = BY_NAME[case.partition("_")[0]]
         program = program_of(zoo, case)
-        program.export("fsdp2", tmp_path / case, price=False)
+        layout = program.export(name, tmp_path / case, price=False).layout
+        said = {"dp": layout.dp, "tp": layout.tp, "micro_batch": layout.micro_batch}
+        (tmp_path / case / "layout.json").write_text(json.dumps(said))
         expected[case] = [float(one) for one in program.run([batch_of(zoo, seed) for seed in range(STEPS)]).losses]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    worker = str(Path(__file__).with_name("fsdp2_worker.py"))
+    worker = str(Path(__file__).with_name("worker.py"))
     done = subprocess.run(
-        [*torchrun, worker, str(tmp_path)],
+        [*torchrun, worker, name, str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=900,
@@ -117,5 +123,5 @@ def test_fsdp2_code_of_zoo_plans_trains_as_the_plans_do(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    found = {case: json.loads((tmp_path / case / "losses.json").read_text()) for case in PLANS}
+    found = {case: json.loads((tmp_path / case / "losses.json").read_text()) for case in cases}
     assert found == {case: pytest.approx(losses, rel=1e-9) for case, losses in expected.items()}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import time
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +27,7 @@ from autopar.report.advice.limits import predicted_limits
 from autopar.report.advice.mismatch import as_measured, mismatches
 from autopar.report.advice.planned import WORTH, limits_of, planned, saved_advice
 from autopar.report.advice.replanned import Replanner
-from autopar.report.advice.scaling import Scaling, predicted_scaling
+from autopar.report.advice.scaling import Bases, Scaling
 from autopar.report.facts import facts
 from autopar.report.predicted_vs_measured import Profile
 from autopar.report.program_facts import ProgramFacts
@@ -151,6 +153,25 @@ def test_a_wait_for_input_that_nobody_noted_is_no_zero(known: ProgramFacts):
     assert Profile(((step,), (replace(step, input_s=0.1),))).input_s is None
 
 
+def test_a_record_has_the_wait_for_its_own_batch_and_the_host_where_a_device_works_behind_it():
+    recorder = Recorder(torch.device("cpu"))
+    recorder.input_s = 0.5
+    for behind in (False, True):
+        device = types.SimpleNamespace(
+            is_host=not behind,
+            module=types.SimpleNamespace(synchronize=lambda _: time.sleep(0.05)),
+            seconds=lambda a, b: b - a,
+        )
+        recorder._backend = device
+        with recorder.step():
+            pass
+    on_host, on_device = recorder.steps
+    assert (on_host.input_s, on_host.host_s) == (0.5, None)
+    assert on_device.input_s is None
+    assert on_device.host_s is not None
+    assert on_device.host_s < 0.05
+
+
 def test_a_profile_of_other_ranks_is_refused(pipeline: autopar.ParallelProgram):
     with pytest.raises(InputError, match="this profile is of 1 ranks, the program has 2"):
         pipeline.advice(Profile(((StepRecord(1.0, (), ()),),)))
@@ -222,12 +243,15 @@ def test_more_microbatches_make_the_bubble_of_the_closed_form(pipeline: autopar.
     assert own.seconds["bubble"] / span_s == pytest.approx(1 / (m + 1), rel=0.03)
     lever = next(one for one in levers(pipeline) if one.times == 2)
     assert (lever.text, lever.options) == ("accumulate 4", {"microbatches": 4})
-    (found,), left_out = planned(Replanner(pipeline, pipeline.compile_again), [(lever, "bubble")], None, float("inf"))
+    again = Replanner(pipeline, pipeline.compile_again)
+    (found,), left_out = planned(again, [(lever, "bubble")], Bases(again), float("inf"))
     assert left_out == ()
     assert (found.batch_before, found.batch_after) == (64, 128)
     actions = found.gain * (2 * m + 1) / (2 * m) / ((m + 1) / m)
     assert actions == pytest.approx(1.0, rel=0.05)
     assert "needs global batch 128, which changes what is computed" in str(found)
+    one = compiled(1, 64, 512).predicted.step_time_s
+    assert found.efficiency_after == pytest.approx(one / found.step_after_s, rel=1e-12)
     fresh = compiled(2, 128, 512, pp=2, microbatches=4, schedule="1f1b", strategy="dp")
     assert found.step_after_s == fresh.predicted.step_time_s
     assert found.step_before_s == pipeline.predicted.step_time_s
@@ -252,9 +276,10 @@ def test_levers_are_what_the_request_forces(sharded: autopar.ParallelProgram, pi
 
 def test_nothing_is_said_that_is_not_better(pipeline: autopar.ParallelProgram):
     same = Lever("the same", ("compute",))
-    found, _ = planned(Replanner(pipeline, pipeline.compile_again), [(same, "compute")], None, float("inf"))
+    again = Replanner(pipeline, pipeline.compile_again)
+    found, _ = planned(again, [(same, "compute")], Bases(again), float("inf"))
     assert found == ()
-    found, left_out = planned(Replanner(pipeline, pipeline.compile_again), [(same, "compute")], None, 0.0)
+    found, left_out = planned(again, [(same, "compute")], Bases(again), 0.0)
     assert (found, left_out) == ((), ("the same",))
 
 
@@ -269,7 +294,7 @@ def test_a_step_with_nothing_to_gain_gets_no_advice():
 
 
 def test_scaling_is_throughput_of_a_device_over_that_of_the_base(sharded: autopar.ParallelProgram):
-    found = predicted_scaling(Replanner(sharded, sharded.compile_again))
+    found = Bases(Replanner(sharded, sharded.compile_again)).scaling(sharded)
     assert isinstance(found, Scaling)
     one = compiled(1, 4)
     expected = (8 / sharded.predicted.step_time_s / 2) / (4 / one.predicted.step_time_s)

@@ -1,4 +1,4 @@
-"""What if: the program under a change is the one that `compile` gives from scratch, and the difference adds up by cause."""
+"""A program under a change is the one that `compile` gives from scratch, and its difference adds up by cause."""
 
 from __future__ import annotations
 
@@ -149,6 +149,23 @@ def test_what_does_not_fit_says_how_much_would_do() -> None:
         mlp(with_memory(FOUR, 0.97 * least))
 
 
+def test_what_a_step_adds_up_with_is_changed_too() -> None:
+    found = solved(program().what_if(compensated_sums=True, microbatches=2))
+    assert found.request.update.compensated
+    assert found.setting.compensated
+
+
+def test_entries_follow_the_plan_and_have_options_of_their_own() -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)).double()
+    entries = {"evaluate": autopar.Entry()}
+    both = autopar.compile(
+        model, FOUR, (X, Y), loss_fn=nn.functional.mse_loss, optimizer=torch.optim.SGD, entries=entries
+    )
+    assert solved(both.what_if(tp=4)).entries["evaluate"].mesh == {"tp": 4}
+    with pytest.raises(InputError, match="precision would be of the entries evaluate too"):
+        both.what_if(precision="bf16")
+
+
 def test_nodes_and_memory_are_of_the_cluster() -> None:
     assert changed_cluster(FOUR, {"nodes": 2}) == resized(FOUR, 8)
     assert changed_cluster(FOUR, {"memory_gb": 4}) == with_memory(FOUR, 4e9)
@@ -182,7 +199,8 @@ def test_changes_are_said_in_words(changes: dict[str, Any]) -> None:
         (lambda: program().what_if(), "needs a change"),
         (lambda: program().what_if(microbatch=2), "no change named 'microbatch'.*did you mean 'microbatches'"),
         (lambda: program().what_if(memory_gb=0), "memory_gb is the memory of a device"),
-        (lambda: program().what_if(tp=3), "tp=3 takes a multiple of 3 ranks, the cluster has 4"),
+        (lambda: program().what_if(tp=3), "tp=3 takes a multiple of 3 ranks, at least 3, the cluster has 4"),
+        (lambda: program().what_if(tp=4, pp=2), "tp=4, pp=2 takes a multiple of 4 ranks, at least 8"),
         (lambda: program().what_if(tp=2, strategy="fsdp"), "shards the batch over every axis"),
         (lambda: Options(axes={"tp": 2}, mesh={"dp": 4}), "leave one of them out"),
     ],

@@ -18,17 +18,17 @@ MODEL = """
 import functools
 
 import torch
+from torch import nn
 
 import autopar
-from benchmarks.models import Gpt, next_token_loss
 
 
 def step():
-    ids = torch.zeros(16, 16, dtype=torch.long)
+    x = torch.zeros(64, 128)
     return {
-        "model": Gpt(vocab=64, seq=16, dim=32, heads=4, layers=1),
-        "example_inputs": (ids, ids),
-        "loss_fn": next_token_loss,
+        "model": nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128)),
+        "example_inputs": (x, x),
+        "loss_fn": nn.functional.mse_loss,
         "optimizer": functools.partial(torch.optim.AdamW, lr=1e-3),
     }
 
@@ -58,7 +58,15 @@ def test_the_page_has_the_five_questions() -> None:
     assert len(COMMANDS) == 5
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=list(SAYS))
+QUICK = 2
+"""Commands of the page that are run with the quick tests."""
+RUN = [
+    pytest.param(command, id=word, marks=[] if i < QUICK else [pytest.mark.slow])
+    for i, (command, word) in enumerate(zip(COMMANDS, SAYS, strict=False))
+]
+
+
+@pytest.mark.parametrize("command", RUN)
 def test_a_command_of_the_page_answers(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(shlex.split(command)[1:]) == 0
     said = capsys.readouterr().out

@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.zoo.models import Batch, ZooModel
 
@@ -19,7 +20,7 @@ def split_batch(model: nn.Module, batch: Batch) -> tuple[tuple[Any, ...], dict[s
 
 
 def loss_of(zoo: ZooModel, model: nn.Module, batch: Batch) -> Tensor:
-    args, kwargs, targets = split_batch(model, batch)
+    args, kwargs, targets = split_batch(model.module if isinstance(model, DistributedDataParallel) else model, batch)
     output = model(*args, **kwargs)
     if zoo.loss_fn is not None:
         return zoo.loss_fn(output, *targets)

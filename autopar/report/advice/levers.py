@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.compiled import Compiled
-from autopar.report.advice.scaling import samples
+from autopar.report.advice.scaling import FREE, samples
 
-FREE = {"mesh": None, "strategy": "auto", "pp": None, "schedule": "auto", "chunks": None, "stage_boundaries": None}
-"""Options that leave mesh and stages to the search."""
 ROUNDING = "numbers are rounded otherwise"
 BATCH = "the global batch is another one"
 RANDOM = "random numbers, and statistics of a batch, are those of other microbatches"

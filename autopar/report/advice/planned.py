@@ -24,7 +24,7 @@ from autopar.report.advice.levers import Lever, levers
 from autopar.report.advice.limits import measured_limits
 from autopar.report.advice.mismatch import as_measured, mismatches
 from autopar.report.advice.replanned import Replanner
-from autopar.report.advice.scaling import Scaling, measured_scaling, predicted_scaling, rate_of, samples
+from autopar.report.advice.scaling import Bases, Scaling, measured_scaling, samples
 from autopar.report.facts import facts
 from autopar.report.predicted_vs_measured import Profile
 from autopar.report.program_facts import GroupLimits, ProgramFacts
@@ -100,10 +100,9 @@ def advice_on(
     if apart:
         cluster = as_measured(program.request.cluster, program.plan, apart)
         replanner = replace(replanner, program=replanner.on_cluster(cluster))
-    predicted = predicted_scaling(replanner)
-    scaling = predicted if isinstance(predicted, Scaling) else None
-    found, left_out = planned(replanner, _worth_planning(program, own.groups, bool(apart)), scaling, end_s)
-    told: Scaling | str = predicted
+    bases = Bases(replanner)
+    told = bases.scaling(replanner.program)
+    found, left_out = planned(replanner, _worth_planning(program, own.groups, bool(apart)), bases, end_s)
     if baseline is not None:
         told = _measured_scaling(program, profile, *baseline)
     return replace(
@@ -137,7 +136,7 @@ def _worth_planning(program: Compiled, groups: Sequence[GroupAdvice], apart: boo
 
 
 def planned(
-    replanner: Replanner[P], candidates: Sequence[tuple[Lever, str]], scaling: Scaling | None, end_s: float
+    replanner: Replanner[P], candidates: Sequence[tuple[Lever, str]], bases: Bases[P], end_s: float
 ) -> tuple[tuple[Suggestion, ...], tuple[str, ...]]:
     """The levers that are better, best first, those before all that change nothing of what is computed; and those for which
     time was too short. Of levers that come to one plan the first is said, and a larger batch only where it is better than a
@@ -152,20 +151,19 @@ def planned(
             other = replanner.replanned(replace(base.options, **lever.options), times=lever.times)
         except AutoparError:  # there is no plan with it
             continue
-        one = _suggestion(lever, limit, base, other, scaling)
+        before_s, after_s = (program.decision.predicted.step_time_s for program in (base, other))
+        changed = (lever.options, samples(base), samples(other), before_s, after_s, lever.alters)
+        one = Suggestion(lever.text, limit, *changed)
         rivals = [known.gain for known in found if lever.times > 1 and known.batch_after > known.batch_before]
         if one.gain > (1 + WORTH) * max(rivals, default=1.0) and other.plan not in plans:
-            found.append(one)
+            found.append(replace(one, **_efficiency(bases, base, other, lever.times)))
             plans.append(other.plan)
     return tuple(sorted(found, key=lambda one: (bool(one.alters), -one.gain))), tuple(left_out)
 
 
-def _suggestion(lever: Lever, limit: str, base: Compiled, other: Compiled, scaling: Scaling | None) -> Suggestion:
-    """A lever that was planned, beside the program as it is."""
-    before_s, after_s = (one.decision.predicted.step_time_s for one in (base, other))
-    efficiency: tuple[float | None, float | None] = (None, None)
-    if scaling is not None:
-        efficiency = (scaling.efficiency, scaling.at(rate_of(other, after_s)).efficiency)
-    return Suggestion(
-        lever.text, limit, lever.options, samples(base), samples(other), before_s, after_s, lever.alters, *efficiency
-    )
+def _efficiency(bases: Bases[P], base: Compiled, other: Compiled, times: int) -> dict[str, Any]:
+    """The scaling efficiencies of two programs, where both are known. times: as large the batch of the other is."""
+    before, after = bases.scaling(base), bases.scaling(other, times)
+    if isinstance(before, str) or isinstance(after, str):
+        return {}
+    return {"efficiency_before": before.efficiency, "efficiency_after": after.efficiency}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Generic, TypeVar
 
 from autopar.cluster import ClusterSpec
@@ -22,7 +23,7 @@ class Replanner(Generic[P]):
     program: P
     compile_again: Callable[[Request], P]
 
-    def replanned(self, options: Options, *, cluster: ClusterSpec | None = None, times: float = 1.0) -> P:
+    def replanned(self, options: Options, *, cluster: ClusterSpec | None = None, times: Fraction | int = 1) -> P:
         """The program of the same step with other options; cluster, times: as of `Request.searched`. What would do where nothing
         fits is not looked for. Raises what `compile` raises."""
         request = self.program.request.searched(options, cluster=cluster, times=times)

@@ -3,22 +3,34 @@
     efficiency = (samples/s ÷ devices) ÷ (samples/s ÷ devices, of the base)
 
 The base is one node of the cluster, or one device where the cluster is one node. As with weak scaling its devices have as many
-samples each, so its batch is smaller: what the ratio loses is what messages, bubbles and waiting for others take beyond those of
-one node. Both steps are measured, or both are predicted by the price of every plan.
+samples each, so its batch is smaller, and mesh, stages and microbatches are the best for it: what the ratio loses is what
+messages, bubbles and waiting for others take beyond those of one node. Both steps are measured, or both are predicted by the
+price of every plan.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from fractions import Fraction
+from typing import Any, Generic, TypeVar
 
 from autopar.capture.examples.inputs import batch_size
 from autopar.cluster import resized
 from autopar.compiled import Compiled
 from autopar.errors import AutoparError
+from autopar.options import Options
 from autopar.report.advice.replanned import Replanner
 
 P = TypeVar("P", bound=Compiled)
+FREE: dict[str, Any] = {
+    "mesh": None,
+    "strategy": "auto",
+    "pp": None,
+    "schedule": "auto",
+    "chunks": None,
+    "stage_boundaries": None,
+}
+"""Options that leave mesh and stages to the search."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +47,6 @@ class Scaling:
     def efficiency(self) -> float:
         """The ratio of the two rates."""
         return self.rate / self.base_rate
-
-    def at(self, rate: float) -> Scaling:
-        """The same base, beside another rate of samples a second of a device."""
-        return replace(self, rate=rate)
 
     def __str__(self) -> str:
         how = "measured" if self.measured else "predicted"
@@ -69,29 +77,36 @@ def measured_scaling(program: Compiled, step_s: float, base: Compiled, base_step
     )
 
 
-def predicted_scaling(replanner: Replanner[P]) -> Scaling | str:
-    """The scaling that is predicted; or, in words, why there is none."""
-    program = replanner.program
-    base, ranks = base_devices(program), program.cluster.size
-    if ranks == 1:
-        return "one device is its own base"
-    if samples(program) * base % ranks:
-        return f"a batch of {samples(program)} on {ranks} devices is no whole number of samples on {base}"
-    options = replace(
-        program.options,
-        mesh=None,
-        strategy="auto",
-        pp=None,
-        chunks=None,
-        schedule="auto",
-        stage_boundaries=None,
-        microbatches=None,
-        order=None,
-        constraints={},
-    )
-    try:
-        small = replanner.replanned(options, cluster=resized(program.request.cluster, base), times=base / ranks)
-    except AutoparError as error:
-        return f"no plan for {base} of the devices: {str(error).splitlines()[0]}"
-    step_s, base_s = (one.decision.predicted.step_time_s for one in (program, small))
-    return Scaling(rate_of(program, step_s), ranks, rate_of(small, base_s), base)
+class Bases(Generic[P]):
+    """Predicted scaling of a request's programs, whose bases are planned when they are first asked for."""
+
+    def __init__(self, replanner: Replanner[P]) -> None:
+        self._replanner = replanner
+        self._base_s: dict[tuple[str, int], float | str] = {}
+
+    def scaling(self, program: Compiled, times: int = 1) -> Scaling | str:
+        """The scaling of a program of the request under some options, for a batch that is so many times as large; or, in words,
+        why there is none."""
+        base, ranks = base_devices(program), program.cluster.size
+        if ranks == 1:
+            return "one device is its own base"
+        if samples(program) * base % ranks:
+            return f"a batch of {samples(program)} on {ranks} devices is no whole number of samples on {base}"
+        options = replace(program.options, **FREE, microbatches=None, order=None, constraints={})
+        key = (repr(options), times)
+        if key not in self._base_s:
+            self._base_s[key] = self._planned_s(options, base, Fraction(times * base, ranks))
+        base_s = self._base_s[key]
+        if isinstance(base_s, str):
+            return base_s
+        rate = samples(program) * base / ranks / base_s / base
+        return Scaling(rate_of(program, program.decision.predicted.step_time_s), ranks, rate, base)
+
+    def _planned_s(self, options: Options, devices: int, times: Fraction) -> float | str:
+        """Seconds of a base's step; or, in words, why there is none."""
+        try:
+            cluster = resized(self._replanner.program.request.cluster, devices)
+            small = self._replanner.replanned(options, cluster=cluster, times=times)
+        except AutoparError as error:
+            return f"no plan for {devices} of the devices: {str(error).splitlines()[0]}"
+        return small.decision.predicted.step_time_s

@@ -54,7 +54,7 @@ def non_overlapped_s(line: Line, prices: Pricer, *parameters: StoredParameter, x
     return cost.non_overlapped_s
 
 
-def pricer(software: Software | None = None) -> Pricer:
+def pricer(software: Software = NEUTRAL) -> Pricer:
     """A new one: prices are cached in it."""
     return Pricer(CLUSTER, MESH, software)
 

@@ -27,7 +27,7 @@ from autopar.passes.rules.book import RuleBook
 from autopar.passes.shard.uneven import balanced
 from autopar.runtime.comm.mesh import Shares
 
-MEASURED = Path(__file__).parents[2] / "gpu/recorded/kernels-nvidia-h100-80gb-hbm3.json"
+MEASURED = Path(__file__).parents[2] / "gpu/recorded/kernels/nvidia-h100-80gb-hbm3.json"
 PEAK, MEMORY, LAUNCH = 1e12, 1e11, 2e-6
 CURVE = EfficiencyCurve(matmul=0.5, memory=0.5, half_dim=16.0)
 DEVICE = DeviceSpec("test", {"float32": PEAK}, 1e12, 2 * MEMORY, LAUNCH, curve=CURVE)
