@@ -1,4 +1,4 @@
-"""What the site does with pages and docstrings, where what builds it is installed (the extra `docs`)."""
+"""Pages and docstrings as the site has them, where what builds it is installed (the extra `docs`)."""
 
 from __future__ import annotations
 
