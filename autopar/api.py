@@ -51,6 +51,9 @@ from autopar.request import Request, checked_options, make_request
 from autopar.runtime.data.schema import is_integer, shown
 from autopar.runtime.update.update_rule import ClipNorm, LossScaling, OptimizerFactory, SchedulerFactory, UpdateRule
 
+MORE_MEMORY = (1.0, 1.2, 1.5, 2.0, 4.0)
+"""Times the memory that stages were estimated to need, until there are stages to be looked at that fit in it."""
+
 
 @with_suggestions
 @with_cpu_as_default
@@ -320,21 +323,36 @@ def _searched(task: Task, batch: int, setting_for: Callable[[int], Setting]) -> 
 def _with_program(error: InfeasibleError, request: Request, task: Task, capture_s: float) -> InfeasibleError:
     """The error with the program under the smallest plan, to be looked at, made when it is asked for."""
     small: SmallPlan | None = error.smallest
-
-    def make() -> ParallelProgram:
-        assert small is not None
-        owner = small.task.changed()
-        owner.pricers = task.pricers  # those of the smallest plan stop at its deadline
-        plan, lowered = _of_cluster(small.candidate.plan, owner, request.cluster), small.candidate.lowered
-        assert lowered is not None
-        candidate = replace(small.candidate, plan=plan, account=owner.account(lowered, plan))
-        candidate = _on_ranks(owner, candidate, placement_onto(request.cluster, owner.cluster))
-        seconds = {"capture_s": capture_s, "plan_s": 0.0, "lower_s": 0.0}
-        captured = owner.batches.captured(owner.setting.microbatches)
-        return emit(request, captured, owner, [candidate], seconds, compile_request)
-
-    error.make_program = make if small is not None else None
+    if small is not None:
+        error.make_program = partial(_smallest, small, request, task, capture_s)
+    elif error.would_fit_bytes is not None:
+        error.make_program = partial(_with_memory, request, error.would_fit_bytes)
     return error
+
+
+def _smallest(small: SmallPlan, request: Request, task: Task, capture_s: float) -> ParallelProgram:
+    """The program under the smallest plan. task: of the search, whose prices have no deadline."""
+    owner = small.task.changed()
+    owner.pricers = task.pricers
+    plan, lowered = _of_cluster(small.candidate.plan, owner, request.cluster), small.candidate.lowered
+    assert lowered is not None
+    candidate = replace(small.candidate, plan=plan, account=owner.account(lowered, plan))
+    candidate = _on_ranks(owner, candidate, placement_onto(request.cluster, owner.cluster))
+    seconds = {"capture_s": capture_s, "plan_s": 0.0, "lower_s": 0.0}
+    captured = owner.batches.captured(owner.setting.microbatches)
+    return emit(request, captured, owner, [candidate], seconds, compile_request)
+
+
+def _with_memory(request: Request, memory_bytes: float) -> ParallelProgram:
+    """The program that a request would have if there were a little more memory for tensors than that, beside the memory that
+    there is. Raises EmitError where even several times as much would not do."""
+    for times in MORE_MEMORY:
+        options = replace(request.options, memory_bytes=times * memory_bytes, explain_s=0.0)
+        with suppress(InfeasibleError):
+            return replace(compile_request(replace(request, options=options)), request=request)
+    raise EmitError(
+        "there is no page of what does not fit, as no stages were found that would fit in several times the memory"
+    )
 
 
 def _on_ranks(task: Task, candidate: PricedPlan, onto: tuple[int, ...]) -> PricedPlan:

@@ -96,12 +96,14 @@ class InfeasibleError(AutoparError):
 
     shortage: the smallest plan's bytes per rank, by kind, against the limit; None where what is short is not memory.
     alternatives: the nearest changes under which a plan was found, each with its predicted step time and peak. smallest: the
-    smallest plan, as the search has it; None where no such plan was found. make_program: the program under it.
+    smallest plan, as the search has it; None where no such plan was found. would_fit_bytes: per rank, with which stages that the
+    options ask for were estimated to fit. make_program: gives the program under the smallest plan, or under these stages.
     """
 
     shortage: MemoryShortage | None = None
     alternatives: tuple[Change[Any, Any], ...] = ()
     smallest: Any = None
+    would_fit_bytes: float | None = None
     make_program: Callable[[], Any] | None = None
 
     def report_html(self, path: str | Path) -> Path:

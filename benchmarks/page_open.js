@@ -22,6 +22,8 @@ const pause = (ms) => new Promise((done) => setTimeout(done, ms));
   await page.goto(`file://${file}`, { waitUntil: "load" });
   await page.evaluate(() => new Promise((done) => requestAnimationFrame(() => setTimeout(done, 0))));
   found.open_s = Number(((performance.now() - start) / 1000).toFixed(3));
+  const spent = await page.metrics(); // seconds of the page's own thread, whatever else the machine does
+  for (const name of ["TaskDuration", "ScriptDuration", "LayoutDuration"]) found[name] = Number(spent[name].toFixed(3));
 
   // the schedule: buttons, keys
   const seen = () => page.$eval("#seen", (one) => one.textContent);
@@ -42,6 +44,15 @@ const pause = (ms) => new Promise((done) => setTimeout(done, ms));
     const before = await height();
     await page.click("[data-do=fold]");
     found.controls.fold_works = (await height()) >= before;
+  }
+  if (await page.$eval("[data-do=messages]", (one) => !one.hidden)) {
+    const height = () => page.$eval("#canvas", (one) => one.offsetHeight);
+    const before = await height();
+    await page.focus("#lanes");
+    await page.keyboard.press("m");
+    const without = await height();
+    await page.click("[data-do=messages]");
+    found.controls.messages_work = without < before && (await height()) === before;
   }
   // the tree: every block that can be opened is, by keys, and shows its lines
   await page.focus("#tree [tabindex='0']");

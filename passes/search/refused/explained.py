@@ -32,4 +32,5 @@ def explained(task: Task, batch: int, setting_for: SettingFor, error: Infeasible
         )
     refusal = (type(error) if error is not None else InfeasibleError)("\n".join(lines))
     refusal.shortage, refusal.alternatives, refusal.smallest = shortage, changes, smallest
+    refusal.would_fit_bytes = error.would_fit_bytes if error is not None else None
     return refusal

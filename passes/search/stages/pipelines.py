@@ -65,7 +65,9 @@ def search_pipelines(submeshes: SubmeshPlans, best_s: float) -> Iterator[RankedP
     if plans:
         yield ranked([with_less_recompute(plans[0]), *plans[1:]])
     elif asks_for_pipeline(task.options):
-        raise NoRoomError(_no_pipeline(task, search.nearest))
+        error = NoRoomError(_no_pipeline(task, search.nearest))
+        error.would_fit_bytes = search.nearest.needed_bytes if search.nearest is not None else None
+        raise error
 
 
 def _roughs(search: CutSearch) -> list[Draft]:

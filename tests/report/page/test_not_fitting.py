@@ -18,7 +18,7 @@ from autopar.ir.text import size_text
 from autopar.report import facts
 from autopar.report.page.tree import blocks
 from autopar.report.page.worst import moment_text, worst_bytes, worst_rows
-from tests.report.page.test_page import Page, figures
+from tests.report.page.test_page import Page, compiled, figures
 
 LIMIT = 1.2e6
 """Bytes: less than half of the wide layer's parameters, gradients and state on two ranks."""
@@ -85,3 +85,14 @@ def test_the_command_line_writes_the_page_before_it_fails(
     assert main(["plan", model, "--cluster", "dgx-h100", "--html", str(path)]) == 2
     assert "Does not fit: short by" in path.read_text()
     assert f"{path} is the page of the smallest plan" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_stages_that_do_not_fit_have_a_page(tmp_path: Path) -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        compiled(pp=4, memory_bytes=30e3, explain_s=0)
+    html = caught.value.report_html(tmp_path / "plan.html").read_text()
+    page = Page(html)
+    short = next(row[1] for row in page.rows("room-table") if row[0] == "short")
+    assert f"no, {short} short" in html
+    assert len(page.rows("groups-table")) == 4
