@@ -18,7 +18,7 @@ from rich.table import Table
 from autopar.cli.cluster_argument import read_cluster
 from autopar.cli.model_config import read_config
 from autopar.cluster import ClusterSpec
-from autopar.costmodel.estimator.search import SearchResult, search
+from autopar.costmodel.estimator.search import SearchResult, reason, search
 from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
 from autopar.costmodel.estimator.step import Estimate, estimate
 from autopar.costmodel.estimator.workload import StepPlan
@@ -73,10 +73,12 @@ def read_model(args: argparse.Namespace) -> TransformerShape:
     return TransformerShape(**fields, name=args.model)
 
 
-def show(console: Console, e: Estimate, cluster: ClusterSpec) -> None:
-    """One estimate as tables."""
+def show(console: Console, e: Estimate, cluster: ClusterSpec, batch: int, why: str) -> None:
+    """One estimate as tables. batch: sequences of a step; why: what the plan loses time to."""
     table = Table(title=f"{cluster.name}: {cluster.size} x {cluster.pace(0, cluster.size).name}", show_header=False)
     table.add_row("step", f"{e.step_time_s:.4g} s")
+    table.add_row("batch", f"{batch:,} sequences on {cluster.size:,} devices")
+    table.add_row("tokens/s", f"{e.tokens_per_s_per_device * cluster.size:,.0f}")
     table.add_row("tokens/s per device", f"{e.tokens_per_s_per_device:,.0f}")
     table.add_row("model FLOPs utilisation", f"{e.mfu:.1%}")
     table.add_row("bubble", f"{e.bubble_fraction:.1%}")
@@ -91,6 +93,7 @@ def show(console: Console, e: Estimate, cluster: ClusterSpec) -> None:
             table.add_row(f"memory: {kind}", f"{held / 1e9:.2f} GB")
     room = cluster.pace(0, cluster.size).memory_bytes / 1e9
     table.add_row("fits", f"{'yes' if e.fits else 'NO'} (device has {room:.1f} GB)")
+    table.add_row("why", why)
     console.print(table)
 
 
@@ -100,7 +103,8 @@ def show_search(console: Console, result: SearchResult) -> None:
         title=f"{result.enumerated} parts of the space: {result.out_of_memory} too large, {result.pruned} pruned by "
         f"their bound, {result.timed} timed"
     )
-    for name in ("step s", "MFU", "GB", "dp", "tp", "pp", "cp", "ep", "vpp", "zero", "micro"):
+    fastest_s = min((c.estimate.step_time_s for c in result.best), default=0.0)
+    for name in ("step s", "slower", "MFU", "GB", "dp", "tp", "pp", "cp", "ep", "vpp", "zero", "micro"):
         table.add_column(name, justify="right")
     for name in ("recompute", "schedule", "why"):
         table.add_column(name)
@@ -109,7 +113,8 @@ def show_search(console: Console, result: SearchResult) -> None:
         sizes = (p.dp, p.tp, p.pp, p.cp, p.ep, p.vpp or 1, p.zero, c.plan.micro_batch)
         held = f"{e.memory_bytes['reserved'] / 1e9:.1f}"
         choices = (c.plan.recompute, c.plan.schedule, c.reason)
-        table.add_row(f"{e.step_time_s:.4g}", f"{e.mfu:.1%}", held, *map(str, sizes), *choices)
+        slower = f"{e.step_time_s / fastest_s - 1:.1%}" if e.step_time_s > fastest_s else ""
+        table.add_row(f"{e.step_time_s:.4g}", slower, f"{e.mfu:.1%}", held, *map(str, sizes), *choices)
     console.print(table)
 
 
@@ -178,7 +183,10 @@ def main(argv: list[str] | None = None) -> int:
         parallel = ParallelConfig(**sizes, sequence_parallel=sequence)
         plan = StepPlan(parallel, args.micro_batch, args.recompute, args.schedule, args.offload)
         e = estimate(model, cluster, plan, batch=args.batch, software=software)
-        print(json.dumps(e.to_dict(), indent=1)) if args.json else show(console, e, cluster)
+        if args.json:
+            print(json.dumps({**e.to_dict(), "reason": reason(e, plan)}, indent=1))
+        else:
+            show(console, e, cluster, args.batch, reason(e, plan))
     except AutoparError as err:
         print(f"autopar-estimate: {err}", file=sys.stderr)
         return 2
