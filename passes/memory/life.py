@@ -95,8 +95,8 @@ def life_of_group(
     probes: Mapping[int, Probe],
     groups: int,
 ) -> list[Change]:
-    """All that a rank of a group makes and frees in a step. stages, memories: of the whole program, by stage; probes: of the group's
-    stages; groups: how many there are."""
+    """All that a rank of a group makes and frees in a step. stages, memories: of the whole program, by stage; probes: of the
+    group's stages; groups: how many there are."""
     life = _Life()
     for s in group:
         life.rest(stages[s], memories[s], setting)
@@ -243,7 +243,7 @@ class _Row:
         store.to(base + round(moment.sums), "sums of gradients")
 
     def _with_levels(self, played: Played, kind: str, number: int) -> Iterator[Recorded | tuple[int, str]]:
-        """All that happens in an action; in the place of gradients that are handed over levels of the store, above that before."""
+        """All that happens in an action; where gradients are handed over, levels of the store above that before the action."""
         action, happened = played.actions[kind]
         before, taken = played.taken.get((number, kind), (StoreBytes(0, 0, {}), ()))
         for one in happened:
