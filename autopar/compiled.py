@@ -72,12 +72,14 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A baseline or runner-up. spent: what its step is spent on (None: it was not lowered, and its seconds are a bound)."""
+    """A baseline or runner-up. spent: what its step is spent on (None: it was not lowered, and its seconds are a bound).
+    short_bytes: that a rank of a faster one lacks (0: it fits, or is no faster)."""
 
     name: str
     plan: Plan
     predicted: Prediction
     spent: Spent | None = None
+    short_bytes: Bytes = 0.0
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,7 @@ class Decision:
                 replace(other.plan, precision=precision),
                 Prediction(other.step_s, other.solution.memory, 0.0),
                 None if other.account is None else spent(other.account),
+                short_bytes(task, other, account.step_time_s),
             )
             for other in others
         )
@@ -154,6 +157,13 @@ class Decision:
         plan = replace(best.plan, predicted=known, precision=precision)
         solver = SolverFacts.of(best, task.rules)
         return Decision(plan, predicted, alternatives, solver, task.setting, task.rules, account)
+
+
+def short_bytes(task: Task, other: PricedPlan, step_s: float) -> float:
+    """Bytes that a rank of another plan lacks, where that is faster than a step of so many seconds and was lowered."""
+    if other.account is None or other.step_s >= step_s or not task.cluster.homogeneous_devices:
+        return 0.0
+    return max(task.short_bytes(other.plan, other.account), 0.0)
 
 
 @dataclass(frozen=True, eq=False)

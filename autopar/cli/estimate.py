@@ -17,7 +17,7 @@ from autopar.cli.command import Commands, add, alone
 from autopar.cli.model_config import read_config
 from autopar.cli.terminal import Table, show
 from autopar.cluster import ClusterSpec
-from autopar.costmodel.estimator.search import SearchResult, search
+from autopar.costmodel.estimator.search import SearchResult, reason, search
 from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
 from autopar.costmodel.estimator.step import Estimate, estimate
 from autopar.costmodel.estimator.workload import StepPlan
@@ -72,10 +72,12 @@ def read_model(args: argparse.Namespace) -> TransformerShape:
     return TransformerShape(**fields, name=args.model)
 
 
-def estimate_table(e: Estimate, cluster: ClusterSpec) -> Table:
-    """One estimate as a table."""
+def estimate_table(e: Estimate, cluster: ClusterSpec, batch: int, why: str) -> Table:
+    """One estimate as a table. batch: sequences of a step; why: what the plan loses time to."""
     rows = [
         ("step", f"{e.step_time_s:.4g} s"),
+        ("batch", f"{batch:,} sequences on {cluster.size:,} devices"),
+        ("tokens/s", f"{e.tokens_per_s_per_device * cluster.size:,.0f}"),
         ("tokens/s per device", f"{e.tokens_per_s_per_device:,.0f}"),
         ("model FLOPs utilisation", f"{e.mfu:.1%}"),
         ("bubble", f"{e.bubble_fraction:.1%}"),
@@ -88,6 +90,7 @@ def estimate_table(e: Estimate, cluster: ClusterSpec) -> Table:
     rows += [(f"memory: {kind}", f"{held / 1e9:.2f} GB") for kind, held in e.memory_bytes.items() if held]
     room = cluster.pace(0, cluster.size).memory_bytes / 1e9
     rows.append(("fits", f"{'yes' if e.fits else 'NO'} (device has {room:.1f} GB)"))
+    rows.append(("why", why))
     return Table((), rows, title=f"{cluster.name}: {cluster.size} x {cluster.pace(0, cluster.size).name}")
 
 
@@ -98,15 +101,17 @@ def search_table(result: SearchResult) -> Table:
         f"their bound, {result.timed} timed"
     )
     sizes = ("dp", "tp", "pp", "cp", "ep", "vpp", "zero", "micro")
+    fastest_s = min((c.estimate.step_time_s for c in result.best), default=0.0)
     rows = []
     for c in result.best:
         p, e = c.plan.parallel, c.estimate
         numbers = (p.dp, p.tp, p.pp, p.cp, p.ep, p.vpp or 1, p.zero, c.plan.micro_batch)
         held = f"{e.memory_bytes['reserved'] / 1e9:.1f}"
         choices = (c.plan.recompute, c.plan.schedule, c.reason)
-        rows.append((f"{e.step_time_s:.4g}", f"{e.mfu:.1%}", held, *map(str, numbers), *choices))
-    head = ("step s", "MFU", "GB", *sizes, "recompute", "schedule", "why")
-    return Table(head, rows, right=tuple(range(3 + len(sizes))), title=title)
+        slower = f"{e.step_time_s / fastest_s - 1:.1%}" if e.step_time_s > fastest_s else ""
+        rows.append((f"{e.step_time_s:.4g}", slower, f"{e.mfu:.1%}", held, *map(str, numbers), *choices))
+    head = ("step s", "slower", "MFU", "GB", *sizes, "recompute", "schedule", "why")
+    return Table(head, rows, right=tuple(range(4 + len(sizes))), title=title)
 
 
 EXAMPLE = "autopar estimate --model llama3-8b --cluster dgx-h100 --nodes 4 --batch 128 --plan dp=8,tp=4"
@@ -159,9 +164,9 @@ def run(args: argparse.Namespace) -> int:
     plan = StepPlan(parallel, args.micro_batch, args.recompute, args.schedule, args.offload)
     e = estimate(model, cluster, plan, batch=args.batch, software=software)
     if args.json:
-        print(json.dumps(e.to_dict(), indent=1))
+        print(json.dumps({**e.to_dict(), "reason": reason(e, plan)}, indent=1))
     else:
-        show(estimate_table(e, cluster))
+        show(estimate_table(e, cluster, args.batch, reason(e, plan)))
     return 0
 
 

@@ -130,6 +130,10 @@ def why_not(other: Alternative, program: Compiled) -> str:
     own_s, other_s = program.decision.predicted.step_time_s, other.predicted.step_time_s
     more_s, own_bytes, other_bytes = other_s - own_s, program.decision.predicted.peak_bytes, other.predicted.peak_bytes
     held = other_bytes - own_bytes
+    if other.short_bytes > 0:
+        return (
+            f"does not fit: {size_text(other.short_bytes)} more than a rank has room for ({time_text(-more_s)} faster)"
+        )
     if more_s <= 0:
         amount = f"{size_text(held)} more" if held > 0 else f"{size_text(-held)} less"
         kind = "its bound is" if other.spent is None else "it is"

@@ -27,8 +27,8 @@ STREAM = 0
 
 
 def rank_life(program: Compiled, rank: int) -> list[Change]:
-    """What a rank makes and frees in a step, in order. Where ranks along an axis have blocks of unequal size it is that of the
-    longest. Raises InputError for a rank that there is not."""
+    """All that a rank makes and frees in a step, in order; one with the longest blocks, where ranks have blocks of unequal size.
+    Raises InputError for a rank that there is not."""
     g, pricers = program.group_of(rank), Pricers(program.cluster)
     group, row = program.lowered.graph.groups[g], program.lowered.table[g]
     probes = {s: probe_of(pricers[program.stages[s].mesh]) for s in group}

@@ -73,7 +73,7 @@ class Beaten:
     is_bound: bool
 
     def reason(self, row: ParetoRow) -> str:
-        """What the row has less of, and by how much."""
+        """A text of what the row has less of, and by how much."""
         own = row.predicted
         less = [f"{time_text(s)} less" for s in [self.costs.step_s - own.step_time_s] if s > 0]
         less += [f"{size_text(n)} less" for n in [self.costs.peak_bytes - own.peak_bytes] if n >= 1]

@@ -96,8 +96,8 @@ def life_of_group(
     probes: Mapping[int, Probe],
     groups: int,
 ) -> list[Change]:
-    """What a rank of a group makes and frees in a step. stages, memories: of the whole program, by stage; probes: of the group's
-    stages; groups: how many there are."""
+    """All that a rank of a group makes and frees in a step. stages, memories: of the whole program, by stage; probes: of the
+    group's stages; groups: how many there are."""
     life = _Life()
     for s in group:
         life.rest(stages[s], memories[s], setting)
@@ -136,7 +136,7 @@ class _Life:
             self.free(self.make(nbytes, name, source, stage))
 
     def rest(self, stage: LoweredStage, memory: StageMemory, setting: Setting) -> None:
-        """What rests of a stage, by parameter, and the rest of every kind: buffers, what compression lost."""
+        """Make the blocks that rest of a stage, by parameter, and the rest of every kind: buffers, what compression lost."""
         left = dict(memory.resting)
         for p, one in resting_rows(stage, setting):
             if one.kind != "gradients" and not p.tiers[one.moves]:
@@ -244,7 +244,7 @@ class _Row:
         store.to(base + round(moment.sums), "sums of gradients")
 
     def _with_levels(self, played: Played, kind: str, number: int) -> Iterator[Recorded | tuple[int, str]]:
-        """What happens in an action; in the place of gradients that are handed over levels of the store, above that before."""
+        """All that happens in an action; where gradients are handed over, levels of the store above that before the action."""
         action, happened = played.actions[kind]
         before, taken = played.taken.get((number, kind), (StoreBytes(0, 0, {}), ()))
         for one in happened:

@@ -13,15 +13,21 @@ from benchmarks import published_runs
 
 def test_estimate_prints_a_table_and_json(capsys):
     assert estimate.main(["--cluster", "dgx-h100", "--batch", "128", "--plan", "tp=2,zero=1"]) == 0
-    assert "tokens/s per device" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "tokens/s per device" in out
+    assert "128 sequences on 8 devices" in out
+    assert "tp communication" in out.split("why")[1]
     assert estimate.main(["--cluster", "dgx-h100", "--batch", "128", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["step_time_s"] > 1
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["step_time_s"] > 1
+    assert "compute" in facts["reason"]
 
 
 def test_estimate_searches_with_reasons(capsys):
     assert estimate.main(["--cluster", "dgx-h100", "--nodes", "2", "--batch", "128", "--search"]) == 0
     out = capsys.readouterr().out
     assert "pruned by their bound" in out
+    assert "slower" in out
     assert "compute" in out
 
 

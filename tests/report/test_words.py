@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import autopar
+from autopar.compiled import Alternative, short_bytes
+from autopar.passes.shard.priced_plan import PricedPlan
+from autopar.report.answer import why_not
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
@@ -69,3 +75,17 @@ def test_a_report_says_step_communication_and_peak_as_predicted(options: dict[st
         assert int(times) == want[0]
         assert want[1] == near(nbytes, unit, BYTES)
         assert want[2] == near(seconds, second_unit, SECONDS)
+
+
+def test_a_faster_plan_that_does_not_fit_lost_for_want_of_room() -> None:
+    made = program(mesh={"dp": 2}, strategy="zero3")
+    own_s = made.predicted.step_time_s
+    other = Alternative("other", made.plan, replace(made.predicted, step_time_s=own_s / 2), short_bytes=3e6)
+    assert why_not(other, made).startswith("does not fit: 3 MB more than a rank has room for")
+    assert "does not fit" not in why_not(replace(other, short_bytes=0.0), made)
+    cluster = made.cluster
+    lowered = PricedPlan(made.plan, None, made.lowered, made.account)  # type: ignore[arg-type]
+    task: Any = SimpleNamespace(cluster=cluster, short_bytes=lambda plan, counted: 5.0)
+    assert short_bytes(task, lowered, 2 * own_s) == 5.0
+    assert short_bytes(task, lowered, own_s) == 0.0
+    assert short_bytes(task, replace(lowered, account=None), 2 * own_s) == 0.0
