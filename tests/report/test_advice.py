@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 import time
 import types
 from dataclasses import replace
@@ -303,7 +304,10 @@ def test_scaling_is_throughput_of_a_device_over_that_of_the_base(sharded: autopa
 
 
 def test_the_doctor_says_the_advice_of_a_saved_program(
-    pipeline: autopar.ParallelProgram, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pipeline: autopar.ParallelProgram,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     program = autopar.compile(Layers(), LOCAL(2), (torch.randn(8, 16),), optimizer=SGD, options=pipeline.options)
     saved, known = program.save(tmp_path / "out"), facts(program)
@@ -320,6 +324,19 @@ def test_the_doctor_says_the_advice_of_a_saved_program(
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(own.facts()))
     assert doctor([str(saved), "--profile", str(tmp_path / "none")]) == 2
     assert "cannot be read" in capsys.readouterr().err
+    asked = types.ModuleType("asked")
+    asked.step = lambda: {
+        "model": Layers(),
+        "example_inputs": (torch.zeros(8, 16),),
+        "optimizer": SGD,
+        "options": pipeline.options,
+    }
+    monkeypatch.setitem(sys.modules, "asked", asked)
+    assert doctor([str(saved), "--model", "asked:step", "--seconds", "0", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["predicted_s"] == known.predicted.step_time_s
+    assert "pp=None" in said["left_out"]
+    assert said["suggestions"] == []
 
 
 # ---- slow

@@ -36,7 +36,8 @@ class GroupAdvice:
         stages = f"stage{'s' if len(self.stages) > 1 else ''} {_numbers(self.stages)}"
         shown = sorted(((s, limit) for limit, s in self.seconds.items() if s >= 0.005 * self.step_s), reverse=True)
         parts = ", ".join(f"{limit} {time_text(s)} ({s / self.step_s:.0%})" for s, limit in shown)
-        return f"{stages}: limited by {self.limit}; {parts}"
+        inside = f" (actions of each by {', '.join(self.stage_limits)})" if len(self.stage_limits) > 1 else ""
+        return f"{stages}: limited by {self.limit}{inside}; {parts}"
 
 
 @dataclass(frozen=True)
