@@ -61,6 +61,12 @@ def room_facts(program: Compiled) -> RoomFacts:
     return max(rooms, key=lambda one: one.needed_bytes / one.device_bytes)
 
 
+def over_bytes(program: Compiled) -> float:
+    """Bytes that the fullest device of a program lacks; negative where it has room."""
+    room = room_facts(program)
+    return room.needed_bytes - room.device_bytes
+
+
 def parts(times: Spent) -> list[tuple[str, float]]:
     """The parts of a step by their names, in seconds."""
     return [(CAUSES[part.name], getattr(times, part.name)) for part in fields(times)]
