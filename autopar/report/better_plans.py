@@ -100,12 +100,9 @@ def _beats(other: Compiled, program: Compiled) -> bool:
 def _compared(other: Compiled, program: Compiled) -> Better:
     """A plan against the one that the layout was priced with."""
     (own, beside), (priced, beside_priced) = layout_of(other), layout_of(program)
-    names = (*DECISIONS, "dp", "replicas")
-    changes = {
-        name: (getattr(priced, name), getattr(own, name))
-        for name in names
-        if getattr(priced, name) != getattr(own, name)
-    }
+    both = {name: (getattr(priced, name), getattr(own, name)) for name in (*DECISIONS, *LEFT)}
+    both["microbatches"] = program.plan.microbatches, other.plan.microbatches
+    changes = {name: (before, after) for name, (before, after) in both.items() if before != after}
     said = {one.what for one in beside_priced}
     degrees = {
         name: size for name in ("dp", "tp", "pp", "cp", "ep") if (size := getattr(own, name)) > 1 or name == "dp"
