@@ -25,7 +25,7 @@ from autopar.codegen.pipeline import MovingRows, batch_shapes, pipeline_source
 from autopar.codegen.stage import stage_sources
 from autopar.compiled import Alternative, Compiled, Decision, Emitted
 from autopar.errors import AutoparError, EmitError, InfeasibleError, InputError
-from autopar.exchange.exported import Exported, export_plan
+from autopar.exchange.exported import Exported, exchangeable, export_plan
 from autopar.ir.by_node import ByNode
 from autopar.ir.lowered import LoweredProgram
 from autopar.ir.program import Program
@@ -41,6 +41,7 @@ from autopar.plan import Plan, check_plan, checked_plan
 from autopar.report import facts, report
 from autopar.report.advice.advice import Advice
 from autopar.report.advice.planned import advice_on
+from autopar.report.answer import over_bytes
 from autopar.report.candidates import ruled_out_stages, worth_measuring
 from autopar.report.memory_snapshot import write_memory_snapshot
 from autopar.report.other_machines import on_clusters, where_slower
@@ -171,7 +172,7 @@ class ParallelProgram(Compiled):
         path: a folder, or the file. The result says what was written, which decisions the format leaves out, and (price) what
         the exported layout costs beside the plan, in seconds and bytes. Raises InputError, EmitError.
         """
-        return export_plan(self, format, Path(path), self.compile_again, price)
+        return export_plan(self, format, Path(path), self.compile_again if price else None, over_bytes)
 
     @with_cpu_as_default
     def what_if(self, **changes: Any) -> WhatIf[ParallelProgram]:
@@ -199,7 +200,7 @@ class ParallelProgram(Compiled):
             saved_names(self.model, weights),
             self.request.inputs,
             self.cluster.levels[0].group_size if self.cluster.levels else self.plan.ranks,
-            to_data(facts(self)),
+            {**to_data(facts(self)), "exchange": to_data(exchangeable(self))},
             tuple(b._form for b in self.buckets),
             self.request.pad_values,
             self.options.at_run_time(),

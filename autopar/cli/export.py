@@ -1,10 +1,13 @@
-"""`autopar export OUT CHECKPOINT HF_DIR`: a checkpoint as safetensors, which `from_pretrained(HF_DIR)` loads.
+"""`autopar export OUT CHECKPOINT HF_DIR`: a checkpoint as safetensors, which `from_pretrained(HF_DIR)` loads; and
+`autopar export OUT --plan FORMAT [PATH]`: the plan in the words of another system, as `program.export` writes it.
 
 OUT is the emitted program that wrote CHECKPOINT with `run.py --save`; its manifest says what the model's own state dict
 holds, and under which names. Of a tied tensor one name is written, as `save_pretrained` does. Tensors are read and
 written one after another, so that memory holds one of them at a time. Files that were damaged since they were saved are named;
 those that are written get their names when all are whole, with a record of their hashes beside them, complete.json.
 Configuration and tokenizer are the user's: `--config` copies a config.json.
+
+What an exported plan costs needs the model, which is not in OUT: `autopar price` says it.
 """
 
 from __future__ import annotations
@@ -20,8 +23,11 @@ from pathlib import Path
 import torch
 
 from autopar.cli.command import Commands, add, alone
+from autopar.cli.saved import read_exchangeable
 from autopar.cli.terminal import show
 from autopar.errors import InputError
+from autopar.exchange.exported import Exported, write_plan
+from autopar.exchange.formats import FORMATS
 from autopar.ir.text import size_text
 from autopar.runtime.checkpoint.checkpoint import TensorSource
 from autopar.runtime.checkpoint.weights import FLOATS, INDEX, SUFFIX
@@ -79,6 +85,13 @@ def export(
     finally:
         give_up(directory)
     return [directory / name for name in files]
+
+
+def exported_plan(program: Path, name: str, path: str = ".") -> Exported:
+    """The outcome of writing a saved program's plan in a format. path: a folder, or the file. Raises InputError, EmitError."""
+    return write_plan(
+        read_exchangeable(program), name, Path(path), "the model is not in the directory (see autopar price)"
+    )
 
 
 def exported(source: TensorSource, names: Mapping[str, Sequence[str]]) -> dict[str, Kind]:
@@ -150,8 +163,16 @@ def add_parser(commands: Commands) -> None:
     """The command among those of `autopar`."""
     parser = add(commands, "export", run, __doc__, EXAMPLE)
     parser.add_argument("program", metavar="OUT", type=Path, help="what program.save(…) wrote")
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="what run.py --save wrote, or OUT/weights")
-    parser.add_argument("directory", metavar="HF_DIR", type=Path, help="where the files go")
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", type=Path, nargs="?", help="what run.py --save wrote, or OUT/weights"
+    )
+    parser.add_argument("directory", metavar="HF_DIR", type=Path, nargs="?", help="where the files go")
+    parser.add_argument(
+        "--plan",
+        nargs="+",
+        metavar=("FORMAT", "PATH"),
+        help=f"write the plan in a format of {', '.join(FORMATS)}, to a folder or file (default: here)",
+    )
     parser.add_argument("--max-shard-size", type=size, default=size("5GB"), help="of a file (default: 5GB)")
     parser.add_argument("--dtype", choices=tuple(_FLOATS), help="convert floats to it (default: as they are)")
     parser.add_argument("--config", type=Path, help="a config.json to copy into HF_DIR")
@@ -160,6 +181,15 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the files, and say which; 0. Raises InputError, CheckpointError, OSError."""
+    if args.plan is not None and (args.checkpoint is not None or len(args.plan) > 2):
+        args.own_parser.error("--plan takes a FORMAT and a PATH, and stands without CHECKPOINT and HF_DIR")
+    if args.plan is None and args.directory is None:
+        args.own_parser.error("give CHECKPOINT and HF_DIR, or --plan FORMAT")
+    if args.plan is not None:
+        if args.json:
+            args.own_parser.error("--json is of a checkpoint's files; --plan prints what is not carried")
+        show(str(exported_plan(args.program, *args.plan)))
+        return 0
     if args.config is not None and not args.config.is_file():
         raise InputError(f"--config {args.config}: there is no such file")
     dtype = _FLOATS.get(args.dtype)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from autopar.costmodel.simulate import Timeline
 from autopar.errors import InputError, PlanError
+from autopar.exchange.exported import Exchangeable
 from autopar.plan import Plan
 from autopar.report.program_facts import VERSION, ProgramFacts, StageFacts
 from autopar.runtime.data.datafile import read_json, read_text
@@ -65,6 +66,23 @@ def read(directory: Path) -> Saved:
     if len(saved.plan.stages) != len(saved.stages):
         raise InputError(f"plan.json and program.json in {directory} are of different programs; save the program again")
     return saved
+
+
+def read_exchangeable(directory: Path) -> Exchangeable:
+    """The plan of a directory as formats of other systems take it. Raises InputError."""
+    if directory.is_file():
+        raise InputError(
+            f"{directory} is a file, and a plan alone does not say which model it is of; give the directory that program.save(…) "
+            "wrote, or export where the plan is made (autopar plan MODEL … --export FORMAT PATH)"
+        )
+    own = current(read(directory).directory)
+    data = _contents(own, "program.json")
+    if not isinstance(data, dict) or "exchange" not in data:
+        raise InputError(f"{directory} was written by another version of autopar; save the program again")
+    try:
+        return from_data(Exchangeable, data["exchange"], "exchange")
+    except (SchemaError, InputError) as error:
+        raise InputError(f"{own / 'program.json'} is damaged: {error}; save the program again") from None
 
 
 def _contents(directory: Path, name: str) -> object:

@@ -14,7 +14,7 @@ from autopar.compiled import Compiled, Prediction
 from autopar.errors import AutoparError, EmitError
 from autopar.exchange.formats import format_named
 from autopar.exchange.from_plan import counts_over_the_batch, facts_of, layout_of
-from autopar.exchange.keys import Written
+from autopar.exchange.keys import Facts, Written
 from autopar.exchange.layout import Layout, NotCarried
 from autopar.exchange.to_options import differences, options_of
 from autopar.ir.text import size_text
@@ -23,12 +23,22 @@ from autopar.runtime.data.whole_files import replace_file
 
 
 @dataclass(frozen=True)
+class Exchangeable:
+    """A plan as formats take it: its layout, the facts that they may say beside, and the decisions that no layout has."""
+
+    layout: Layout
+    facts: Facts
+    apart: tuple[NotCarried, ...]
+    predicted: Prediction
+
+
+@dataclass(frozen=True)
 class Exported:
     """The outcome of an export. files: their paths. layout: what they say. not_carried: decisions that they leave out.
     near: the points in which what is priced is only near the layout.
 
     plan: the prediction for the program's own plan; exported: that for the layout as it was exported, None where it was not
-    compiled, and unpriced then says why.
+    compiled, and unpriced then says why. over_bytes: bytes that the exported layout has too many for the fullest device.
     """
 
     format: str
@@ -39,6 +49,7 @@ class Exported:
     plan: Prediction
     exported: Prediction | None
     unpriced: str = ""
+    over_bytes: float = 0.0
 
     def __str__(self) -> str:
         """The outcome in words, a line for each."""
@@ -52,26 +63,53 @@ class Exported:
                 f"step {before.step_time_s:.4g} s under the plan, {after.step_time_s:.4g} s as exported ({share:+.1%}); "
                 f"peak {size_text(before.peak_bytes)} and {size_text(after.peak_bytes)}"
             )
+        if self.over_bytes > 0:
+            lines.append(
+                f"the exported layout does not fit: {size_text(self.over_bytes)} too many on the fullest device"
+            )
         lines += [f"priced with {point}" for point in self.near if self.exported is not None]
         lines += [f"not carried: {one}" for one in self.not_carried]
         return "\n".join(lines)
 
 
-def export_plan(
-    program: Compiled, name: str, path: Path, compile_again: Callable[[Request], Compiled], price: bool = True
-) -> Exported:
-    """Write the plan of a program in a format. path: a folder, or the file itself where there is one file alone. price: whether
-    the exported layout is compiled again. Raises InputError for an unknown format, EmitError where files cannot be written."""
-    row = format_named(name)
-    layout, left = layout_of(program)
-    written = row.write(layout, facts_of(program))
+def exchangeable(program: Compiled) -> Exchangeable:
+    """A program's plan as formats take it."""
+    layout, apart = layout_of(program)
     loss = counts_over_the_batch(program, layout.dp or 1)
-    files = write_files(written, path)
-    exported, unpriced = _priced(program, written.carried, compile_again) if price else (None, "it was not asked for")
-    not_carried = (*left, *written.not_carried, *(() if loss is None else (loss,)))
-    return Exported(
-        name, files, written.carried, not_carried, differences(written.carried), program.predicted, exported, unpriced
+    return Exchangeable(
+        layout, facts_of(program), (*apart, *(() if loss is None else (loss,))), program.decision.predicted
     )
+
+
+def write_plan(plan: Exchangeable, name: str, path: Path, unpriced: str) -> Exported:
+    """Write a plan in a format. path: a folder, or the file itself where there is one file alone; unpriced: why what it costs is
+    not known. Raises InputError for an unknown format, EmitError where files cannot be written."""
+    written = format_named(name).write(plan.layout, plan.facts)
+    files = write_files(written, path)
+    not_carried = (*plan.apart, *written.not_carried)
+    near = differences(written.carried)
+    return Exported(name, files, written.carried, not_carried, near, plan.predicted, None, unpriced)
+
+
+def export_plan(
+    program: Compiled,
+    name: str,
+    path: Path,
+    compile_again: Callable[[Request], Compiled] | None,
+    over_bytes: Callable[[Compiled], float],
+) -> Exported:
+    """Write the plan of a program in a format. path: as of `write_plan`. compile_again: compiles the exported layout for its
+    price (None: it is not asked for); over_bytes: those that a program has too many for the fullest device. Raises as
+    `write_plan`."""
+    exported = write_plan(exchangeable(program), name, path, "it was not asked for")
+    if compile_again is None:
+        return exported
+    try:
+        options = options_of(exported.layout, program.request.options)
+        again = compile_again(replace(program.request, options=options, plan=None, buckets=(), entries={}))
+    except AutoparError as error:
+        return replace(exported, unpriced=f"{type(error).__name__}: {error}")
+    return replace(exported, exported=again.predicted, unpriced="", over_bytes=max(0.0, over_bytes(again)))
 
 
 def write_files(written: Written, path: Path) -> tuple[Path, ...]:
@@ -85,15 +123,3 @@ def write_files(written: Written, path: Path) -> tuple[Path, ...]:
     except OSError as error:
         raise EmitError(f"cannot write {error.filename or path}: {error.strerror}") from error
     return tuple(places)
-
-
-def _priced(
-    program: Compiled, layout: Layout, compile_again: Callable[[Request], Compiled]
-) -> tuple[Prediction | None, str]:
-    """The prediction for a layout, or why there is none."""
-    request = program.request
-    try:
-        options = options_of(layout, request.options)
-        return compile_again(replace(request, options=options, plan=None, buckets=(), entries={})).predicted, ""
-    except AutoparError as error:
-        return None, f"{type(error).__name__}: {error}"

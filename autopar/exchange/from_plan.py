@@ -92,14 +92,22 @@ def counts_over_the_batch(program: Compiled, dp: int) -> NotCarried | None:
     if dp == 1 or not program.training:
         return None
     why = "the mean over data-parallel ranks and microbatches; divide by counts of the whole batch yourself"
+    hangs = program.ir.microbatched
+    if hangs is not None and hangs.separate:
+        return NotCarried("microbatches whose samples depend on each other", why)
     try:
-        captured = program.request.capture()
-        parts = Microbatches(captured, program.rules).at(dp)
+        parts = program.ir if program.plan.microbatches > 1 else _whole(program).at(dp)
     except AutoparError as error:
         return NotCarried(f"the step of the whole batch ({error})", why)
     if any(call.prologue for call in parts.calls):
         return NotCarried("a loss that is divided by a count over the whole batch", why)
     return None
+
+
+def _whole(program: Compiled) -> Microbatches:
+    """The step of the whole batch of a program that takes it at once, in the natural order."""
+    captured = program.request.capture() if program.plan.order else program.captured
+    return Microbatches(captured, program.rules)
 
 
 def _roles(program: Compiled) -> dict[str, str]:

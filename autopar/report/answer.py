@@ -66,6 +66,12 @@ def room_facts(program: Compiled) -> RoomFacts:
     return max(rooms, key=lambda one: one.needed_bytes / one.device_bytes)
 
 
+def over_bytes(program: Compiled) -> float:
+    """Bytes that the fullest device of a program lacks; negative where it has room."""
+    room = room_facts(program)
+    return room.needed_bytes - room.device_bytes
+
+
 def _room(program: Compiled, device: DeviceSpec, axes: dict[str, int], nbytes: float) -> RoomFacts:
     """The memory of a device on which tensors take so many bytes."""
     options = program.options

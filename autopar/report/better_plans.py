@@ -17,25 +17,15 @@ from autopar.exchange.from_plan import layout_of
 from autopar.exchange.layout import Layout
 from autopar.exchange.to_options import options_of
 from autopar.options import Options
-from autopar.report.answer import room_facts
+from autopar.report.answer import over_bytes
 from autopar.request import Request
 
 FASTER = 0.01
 """Relative; plans that are faster by less are as good."""
-DECISIONS = (
-    "tp",
-    "cp",
-    "ep",
-    "pp",
-    "virtual_stages",
-    "schedule",
-    "micro_batch",
-    "zero",
-    "sequence_parallel",
-    "recompute",
-    "offload",
-)
-"""Fields of a layout that are decided; dp is what they leave."""
+DECISIONS = ("tp", "cp", "ep", "pp", "virtual_stages", "schedule", "zero", "sequence_parallel", "recompute", "offload")
+"""Fields of a layout that are decided, beside the number of microbatches."""
+LEFT = ("dp", "replicas", "micro_batch")
+"""Fields that follow from these."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +41,7 @@ class Better:
     @property
     def decisions(self) -> int:
         """The number of decisions that are others."""
-        return sum(name in DECISIONS for name in self.changes) + len(self.also)
+        return sum(name not in LEFT for name in self.changes) + len(self.also)
 
     @property
     def step_s(self) -> float:
@@ -104,26 +94,17 @@ def _all_free(layout: Layout, given: Options) -> Options:
 def _beats(other: Compiled, program: Compiled) -> bool:
     """Whether a plan fits, and is faster or has what it beats not fit."""
     faster = other.predicted.step_time_s < program.predicted.step_time_s * (1 - FASTER)
-    return fits(other) and (faster or not fits(program))
-
-
-def fits(program: Compiled) -> bool:
-    """Whether a program's tensors, with what a process takes beside them, fit into the devices."""
-    room = room_facts(program)
-    return room.needed_bytes <= room.device_bytes
+    return over_bytes(other) <= 0 and (faster or over_bytes(program) > 0)
 
 
 def _compared(other: Compiled, program: Compiled) -> Better:
     """A plan against the one that the layout was priced with."""
     (own, beside), (priced, beside_priced) = layout_of(other), layout_of(program)
-    names = (*DECISIONS, "dp", "replicas")
-    changes = {
-        name: (getattr(priced, name), getattr(own, name))
-        for name in names
-        if getattr(priced, name) != getattr(own, name)
-    }
-    before = {one.what for one in beside_priced}
+    both = {name: (getattr(priced, name), getattr(own, name)) for name in (*DECISIONS, *LEFT)}
+    both["microbatches"] = program.plan.microbatches, other.plan.microbatches
+    changes = {name: (before, after) for name, (before, after) in both.items() if before != after}
+    said = {one.what for one in beside_priced}
     degrees = {
         name: size for name in ("dp", "tp", "pp", "cp", "ep") if (size := getattr(own, name)) > 1 or name == "dp"
     }
-    return Better(other, degrees, changes, tuple(one.what for one in beside if one.what not in before))
+    return Better(other, degrees, changes, tuple(one.what for one in beside if one.what not in said))

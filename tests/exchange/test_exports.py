@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import subprocess
@@ -10,8 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import autopar
+from autopar.cli.export import main
 from autopar.errors import InputError
 from autopar.exchange.formats import FORMATS
 from autopar.exchange.from_plan import layout_of
@@ -80,6 +84,45 @@ def test_every_format_says_what_it_loses_and_costs(name: str, llama: autopar.Pro
         assert exported.unpriced in str(exported)
     if name == "megatron":
         assert faults(exported.files[0].read_text()) == []
+
+
+def test_a_saved_program_is_exported_as_it_was_when_it_was_compiled(
+    llama: autopar.Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llama.save(tmp_path / "saved")
+    for name in FORMATS:
+        own = llama.export(name, tmp_path / "own" / name, price=False)
+        assert main([str(tmp_path / "saved"), "--plan", name, str(tmp_path / "again" / name)]) == 0
+        for path in own.files:
+            assert (tmp_path / "again" / name / path.name).read_text() == path.read_text()
+        said = capsys.readouterr().out
+        assert all(f"not carried: {one}" in said for one in own.not_carried)
+        assert "the model is not in the directory" in said
+
+
+def test_a_plan_alone_is_no_program_to_export(
+    llama: autopar.Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llama.plan.save(tmp_path / "plan.json")
+    assert main([str(tmp_path / "plan.json"), "--plan", "megatron", str(tmp_path)]) == 2
+    assert "autopar plan MODEL" in capsys.readouterr().err
+
+
+def test_an_exported_layout_that_does_not_fit_says_by_how_much(tmp_path: Path) -> None:
+    """Shards of 24 large products fit where the copies that a tp_plan leaves do not."""
+    cluster = autopar.ClusterSpec.homogeneous(devices=8, device="h100", devices_per_node=8)
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(16384, 16384, bias=False) for _ in range(24)))
+        x = torch.zeros(8, 16384)
+    optimizer = functools.partial(torch.optim.AdamW, lr=1e-3)
+    options = autopar.Options(mesh={"dp": 8}, strategy="zero3", microbatches=1, recompute="none", offload="none")
+    loss_fn = nn.functional.mse_loss
+    program = autopar.compile(model, cluster, (x, x), loss_fn=loss_fn, optimizer=optimizer, options=options)
+    exported = program.export("tp_plan", tmp_path)
+    assert exported.exported is not None
+    assert exported.over_bytes > exported.exported.peak_bytes - cluster.device(0).memory_bytes > 0
+    assert "the exported layout does not fit: " in str(exported)
+    assert program.export("accelerate", tmp_path).over_bytes == 0
 
 
 def test_a_layout_that_says_the_plan_costs_what_the_plan_does(tmp_path: Path) -> None:
