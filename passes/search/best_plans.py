@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 from autopar.cluster.arrangement import arrangements
@@ -24,11 +25,11 @@ from autopar.passes.search.idle import could_win, fewer_ranks, on_fewer_ranks
 from autopar.passes.search.lower_bounds import least_bytes, least_step_s
 from autopar.passes.search.microbatches import TasksByCount
 from autopar.passes.search.one_mesh.by_strategy import search_strategies
-from autopar.passes.search.one_mesh.short_memory import search_short_memory
+from autopar.passes.search.one_mesh.short_memory import ShortMemorySearch
 from autopar.passes.search.stages.branches import search_branches
 from autopar.passes.search.stages.laid_out import search_laid_out
 from autopar.passes.search.stages.limits import asks_for_pipeline, check_pipeline_options, leaves_stages_open
-from autopar.passes.search.stages.pipelines import search_pipelines
+from autopar.passes.search.stages.pipelines import Rival, search_pipelines
 from autopar.passes.search.stages.submesh import SubmeshPlans
 from autopar.passes.search.task import RankedPlans, Task
 from autopar.passes.search.zigzag import search_zigzag
@@ -130,23 +131,22 @@ def _kinds(task: Task, batch: int) -> Iterator[Kind]:
     yield "plans on one mesh", strategies
     stages = leaves_stages_open(task.options, task.cluster.size)
     pipelines_first = stages and task.cluster.size > MANY_RANKS and _wants_microbatches(task)
-    lean: Kind = (
-        "plans on one mesh with microbatches, recompute and offload",
-        lambda best_s: search_short_memory(submeshes.tasks, best_s),
-    )
+    short_memory = ShortMemorySearch(submeshes.tasks)
+    lean: Kind = "plans on one mesh with microbatches, recompute and offload", short_memory.plans
     is_lean = any(memory_short) and task.program.training
     if is_lean and not pipelines_first:
         yield lean
     if stages:
-        yield pipelines
+        bounded: Kind = pipelines[0], partial(_pipelines, submeshes, rival=short_memory.first_s)
+        yield bounded if is_lean and pipelines_first else pipelines
         yield "branches side by side", lambda best_s: search_branches(submeshes.copy(), best_s)
     if is_lean and pipelines_first:
         yield lean
 
 
-def _pipelines(submeshes: SubmeshPlans, best_s: float) -> Iterator[RankedPlans]:
-    """Pipelines whose stages take the kinds of devices in any order. Raises NoRoomError as `search_pipelines` does, where none
-    fits in any of them."""
+def _pipelines(submeshes: SubmeshPlans, best_s: float, rival: Rival | None = None) -> Iterator[RankedPlans]:
+    """Pipelines whose stages take the kinds of devices in any order. rival: as of `search_pipelines`. Raises NoRoomError as that
+    does, where none fits in any of them."""
     tasks, found, shortages = submeshes.tasks, list[RankedPlans](), list[NoRoomError]()
     for way in arrangements(tasks.task.cluster):
         own = submeshes
@@ -154,7 +154,7 @@ def _pipelines(submeshes: SubmeshPlans, best_s: float) -> Iterator[RankedPlans]:
             own = SubmeshPlans(TasksByCount(tasks.task.changed(cluster=way.cluster), tasks.batch))
         before = [plan for ranking in found for plan in ranking]
         try:
-            for ranking in search_pipelines(own, min([best_s, *(plan.step_s for _, plan in before)])):
+            for ranking in search_pipelines(own, min([best_s, *(plan.step_s for _, plan in before)]), rival):
                 yield sorted([*ranking, *before], key=lambda plan: plan[1].step_s)
                 found = [ranking, before]
         except NoRoomError as error:

@@ -18,7 +18,7 @@ from autopar.passes.order.refused import NotOrdered
 from autopar.passes.search.layout import Layout
 from autopar.passes.search.microbatches import TasksByCount
 from autopar.passes.search.one_mesh.by_strategy import search_strategies
-from autopar.passes.search.one_mesh.short_memory import search_short_memory
+from autopar.passes.search.one_mesh.short_memory import ShortMemorySearch
 from autopar.passes.search.stages.laid_out import search_laid_out
 from autopar.passes.search.stages.submesh import SubmeshPlans
 from autopar.passes.search.task import RankedPlans, Task
@@ -69,4 +69,4 @@ def _planned_again(task: Task, batch: int, owner: Task, best: PricedPlan, best_s
         best_s = candidates[0].step_s
         yield [(task, candidate) for candidate in candidates]
     if is_short and task.program.training:
-        yield from search_short_memory(TasksByCount(task, batch), best_s)
+        yield from ShortMemorySearch(TasksByCount(task, batch)).plans(best_s)

@@ -8,7 +8,10 @@ is no better than the best plan so far, or as soon as its plan runs nothing agai
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import cached_property
 
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.ir.memory_levers import OFFLOAD_KINDS
@@ -29,42 +32,76 @@ _MOMENT = 0.8
 """The share of the bytes that live for a moment in one plan that another one is taken to need as well."""
 
 
-def search_short_memory(tasks: TasksByCount, best_s: float) -> Iterator[RankedPlans]:
-    """Plans that are predicted faster than best_s, best first, whenever there is another one."""
-    task = tasks.task
-    counts = microbatch_counts(task, tasks.batch)
-    if task.options.microbatches is None:
-        counts = [1, *(M for M in counts if M > 1)]
-    search = _FasterPlans(tasks, counts, best_s)
-    meshes = _meshes_by_bound(task)
-    for offload in _offload_kinds(task):
-        for mesh, bound_s in meshes:
-            for _ in search.look_on(mesh, bound_s, offload):
-                yield sorted(search.faster, key=lambda plan: plan[1].step_s)
-
-
-class _FasterPlans:
-    """Plans that were each faster than all before.
+class ShortMemorySearch:
+    """One search for plans on one mesh within memory; what it looked at once it does not look at again.
 
     best_s: seconds of a step to beat. byte_price: seconds per byte at the best plan so far. moment_bytes: about what lives
-    for a moment there, beside the bytes that the solver counts.
+    for a moment there, beside the bytes that the solver counts. faster: plans that were each faster than all before.
     """
 
-    def __init__(self, tasks: TasksByCount, counts: list[int], best_s: float) -> None:
-        self.tasks, self.counts, self.best_s = tasks, counts, best_s
+    def __init__(self, tasks: TasksByCount) -> None:
+        task = tasks.task
+        self.tasks, self.counts, self.best_s = tasks, microbatch_counts(task, tasks.batch), math.inf
+        if task.options.microbatches is None:
+            self.counts = [1, *(M for M in self.counts if M > 1)]
         self.byte_price = self.moment_bytes = 0.0
         self.faster: RankedPlans = []
+        self._begun: Iterator[PricedPlan | None] | None = None
 
-    def look_on(self, mesh: Mesh, bound_s: float, offload: frozenset[str]) -> Iterator[PricedPlan]:
-        """Faster plans on one mesh in growing microbatch counts. bound_s: none of the whole batch on this mesh takes less."""
+    def plans(self, best_s: float) -> Iterator[RankedPlans]:
+        """Plans that are predicted faster than best_s, best first, whenever there is another one."""
+        self.best_s = min(self.best_s, best_s)
+        if self._ranked() and self.best_s < best_s:
+            yield self._ranked()
+        for offload in _offload_kinds(self.tasks.task):
+            for mesh, joint in self._meshes:
+                begun, self._begun = self._begun, None
+                for found in begun or self._look_on(mesh, joint, offload):
+                    if found is not None:
+                        yield self._ranked()
+
+    def first_s(self, rival_s: float, best_s: float) -> float:
+        """Seconds of the best plan of the whole batch on the mesh whose bound is best, where that bound is better than what a
+        rival is expected to take; infinite where there is none that beats best_s. What it finds bounds the rival."""
+        task = self.tasks.at(self.counts[0])
+        if self.counts[0] > 1 or self._begun is not None or not self._could_fit(task) or not self._meshes:
+            return math.inf
+        mesh, joint = self._meshes[0]
+        if joint.fastest.seconds >= rival_s:
+            return math.inf
+        self.best_s = min(self.best_s, best_s)
+        self._begun = self._look_on(mesh, joint, _offload_kinds(task)[0])
+        found = next(self._begun, None)
+        return math.inf if found is None else found.step_s
+
+    def _ranked(self) -> RankedPlans:
+        return sorted(self.faster, key=lambda plan: plan[1].step_s)
+
+    @cached_property
+    def _meshes(self) -> list[tuple[Mesh, JointSearch]]:
+        """Meshes whose fastest plan any memory would allow is known, the fastest first."""
+        task, found = self.tasks.task, list[tuple[float, Mesh, JointSearch]]()
+        for mesh in map(task.sharing, candidate_meshes(task.cluster, task.options, rows=rows_of(task.program))):
+            joint = joint_on(task, mesh)
+            with suppress(InfeasibleError, ConstraintError):
+                found.append((joint.fastest.seconds, mesh, joint))
+        return [(mesh, joint) for _, mesh, joint in sorted(found, key=lambda found: found[0])]
+
+    def _could_fit(self, task: Task) -> bool:
+        return could_fit(task, least_bytes(task), [task.limit * task.cluster.size], [1.0])
+
+    def _look_on(self, mesh: Mesh, whole: JointSearch, offload: frozenset[str]) -> Iterator[PricedPlan | None]:
+        """Faster plans on one mesh in growing microbatch counts; None for a count that has none. whole: the search of the
+        request as it stands, of which no plan on this mesh takes less than the fastest."""
+        bound_s = whole.fastest.seconds
         for M in self.counts:
             if not self._may_win(bound_s):
                 return
             task = self.tasks.at(M)
-            if not (offload or could_fit(task, least_bytes(task), [task.limit * task.cluster.size], [1.0])):
+            if not (offload or self._could_fit(task)):
                 continue
             task = task.offloading(offload)
-            joint = joint_on(task, mesh)
+            joint = whole if task is self.tasks.task else joint_on(task, mesh)
             try:
                 bound_s = joint.fastest.seconds
             except (InfeasibleError, ConstraintError):  # too small a batch for the mesh and so many microbatches
@@ -74,12 +111,11 @@ class _FasterPlans:
             if self.byte_price and not self._may_win(joint.bound_s(self.byte_price, task.limit - self.moment_bytes)):
                 continue
             candidate = self._plan(task, joint)
-            if candidate is None:
-                continue
-            if candidate.step_s < self.best_s:
+            faster = candidate is not None and candidate.step_s < self.best_s
+            if candidate is not None and faster:
                 self._keep(task, joint, candidate)
-                yield candidate
-            if not any(t.recompute for t in candidate.plan.stages[0].templates.values()):
+            yield candidate if faster else None
+            if candidate is not None and not any(t.recompute for t in candidate.plan.stages[0].templates.values()):
                 return
 
     def _may_win(self, bound_s: float) -> bool:
@@ -105,14 +141,3 @@ def _offload_kinds(task: Task) -> list[frozenset[str]]:
     if task.options.offload != "auto" or not task.cluster.pace(0, task.cluster.size).tiers:
         return [task.setting.offload]
     return [kind.moves for kind in OFFLOAD_KINDS.values() if kind.tried]
-
-
-def _meshes_by_bound(task: Task) -> list[tuple[Mesh, float]]:
-    """Meshes with the least seconds that any plan on them takes, the best bound first."""
-    bounds_s: list[tuple[Mesh, float]] = []
-    for mesh in map(task.sharing, candidate_meshes(task.cluster, task.options, rows=rows_of(task.program))):
-        try:
-            bounds_s.append((mesh, joint_on(task, mesh).fastest.seconds))
-        except (InfeasibleError, ConstraintError):
-            continue
-    return sorted(bounds_s, key=lambda mesh_and_bound: mesh_and_bound[1])

@@ -31,6 +31,9 @@ from autopar.passes.stage import StageShortage
 Drafts = Answers[Draft, tuple[list[DraftInMemory], StageShortage | None]]
 """The drafts within memory that every rough cut becomes."""
 
+Rival = Callable[[float, float], float]
+"""Seconds of the best plan of another kind (infinite: there is none), given the best estimate and the seconds to beat."""
+
 MOST_TRIED, MOST_PLANNED = 6, 3
 """Different cuts that are made to fit in memory, and plans that are lowered, at most."""
 _ROUGHNESS = 1.03
@@ -39,16 +42,19 @@ _FASTER = 0.999
 """A cut is tried where it could be faster by more than this."""
 
 
-def search_pipelines(submeshes: SubmeshPlans, best_s: float) -> Iterator[RankedPlans]:
+def search_pipelines(submeshes: SubmeshPlans, best_s: float, rival: Rival | None = None) -> Iterator[RankedPlans]:
     """Pipelines predicted faster than best_s (infinite where the options ask for one), best first, whenever there is a better
     one.
 
-    submeshes: plans of the request on submeshes, which other searches may use afterwards. Raises InputError for stages that
+    submeshes: plans of the request on submeshes, which other searches may use afterwards. rival: looks for a plan of another kind
+    that beats the best estimate, before any cut is made to fit in memory. Raises InputError for stages that
     cannot be, InfeasibleError when the options ask for a pipeline and none fits.
     """
     task = submeshes.task
     search = CutSearch(submeshes, best_s)
     roughs = _roughs(search)
+    if rival is not None and roughs:
+        best_s = search.best_s = min(best_s, rival(roughs[0].step_s, best_s))
     plans: list[DraftPlan] = []
 
     def to_beat_s() -> float:

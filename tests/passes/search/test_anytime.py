@@ -96,7 +96,7 @@ def test_a_program_says_what_its_search_left_out() -> None:
 def faster_and_then(end: BaseException) -> Any:
     """A search that finds a plan of twice the speed, and then is ended."""
 
-    def search(submeshes: Any, best_s: float) -> Iterator[RankedPlans]:
+    def search(submeshes: Any, best_s: float, _: Any = None) -> Iterator[RankedPlans]:
         (_, candidate), *_ = FIRST
         plan = replace(candidate.plan, predicted={"step_time_s": best_s / 2})
         yield [(submeshes.task, replace(candidate, plan=plan, account=None))]
