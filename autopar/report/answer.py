@@ -111,11 +111,11 @@ def work_text(work: WorkFacts) -> str:
 
 
 def energy_line(program: Compiled) -> str | None:
-    """`energy: at most 1.2 kJ a step, 0.31 mWh a token (700 W a device)`; None where nobody published what a device draws."""
+    """`energy: at most 1.2 kJ a step, 5.2 µWh a token (700 W a device)`; None where nobody published what a device draws."""
     joules, tokens = program.decision.predicted.energy_J, work_facts(program).tokens
     if joules is None:
         return None
-    each = f", {1000 * joules / 3600 / tokens:.3g} mWh a token" if tokens else ""
+    each = f", {joules / 3600 / tokens * 1e6:.3g} µWh a token" if tokens else ""
     watts = {device.name: device for _, device in program.cluster.devices}
     drawn = ", ".join(
         f"{name} {device.busy_watts:g} W" + (f", waiting {device.idle_watts:g} W" if device.idle_watts else "")

@@ -44,9 +44,8 @@ class ParetoRow:
 
     @property
     def name(self) -> str:
-        """Who made the plan, and its meshes."""
-        recomputes = any(t.recompute for stage in self.plan.stages for t in stage.templates.values())
-        return f"{self.plan.origin} {self.plan.show_meshes()}{', recompute' if recomputes else ''}"
+        """Who made the plan, its meshes, and whether it recomputes."""
+        return _name(self.plan)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, the plan included: written to a file it is one that `compile` takes."""
@@ -196,13 +195,17 @@ def pareto_of(options: Sequence[Option], decided: Sequence[tuple[Option, Decisio
     for one in options:
         if all(one is not other for other in kept):
             by = next((i for i, own in enumerate(costs) if own.beats(one.costs) or own == one.costs), None)
-            plan = one.plan.plan
-            name = f"{plan.origin} {plan.show_meshes()}"
+            name = _name(one.plan.plan)
             if by is not None and costs[by] != one.costs:
                 beaten.setdefault((name, one.costs), Beaten(name, one.costs, by, one.is_bound))
     samples = [batch_of(one.task.program, one.plan.plan.microbatches)[0] for one in kept[:1]]
     ordered = sorted(beaten.values(), key=lambda one: one.costs.step_s)
     return Pareto(tuple(rows), tuple(ordered), samples[0] if samples else None)
+
+
+def _name(plan: Plan) -> str:
+    recomputes = any(t.recompute for stage in plan.stages for t in stage.templates.values())
+    return f"{plan.origin} {plan.show_meshes()}{', recompute' if recomputes else ''}"
 
 
 def _best_in(own: Costs, all_costs: Sequence[Costs]) -> tuple[str, ...]:
