@@ -348,7 +348,7 @@ def test_every_suggestion_is_what_compiling_with_it_gives():
     program = compiled(4, 64, 256, **options)
     found = program.advice(seconds=600)
     assert found.left_out == ()
-    assert len({one.text for one in found.suggestions}) == len(found.suggestions) > 2
+    assert len({(one.text, one.batch_after) for one in found.suggestions}) == len(found.suggestions) > 2
     for one in found.suggestions:
         fresh = compiled(4, one.batch_after, 256, **{**options, **one.options})
         assert one.step_after_s == fresh.predicted.step_time_s, one.text

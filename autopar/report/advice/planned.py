@@ -145,7 +145,7 @@ def planned(
     found: list[Suggestion] = []
     for lever, limit in candidates:
         if time.monotonic() > end_s:
-            left_out.append(lever.text)
+            left_out.append(lever.text if lever.times == 1 else f"{lever.text} of {lever.times} × the batch")
             continue
         try:
             other = replanner.replanned(replace(base.options, **lever.options), times=lever.times)
