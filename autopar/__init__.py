@@ -24,7 +24,8 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import autopar.public as public
 
-    globals().update({one: getattr(public, one) for one in public.__all__}, __all__=public.__all__)
+    missing = [one for one in public.__all__ if one not in globals()]
+    globals().update({one: getattr(public, one) for one in missing}, __all__=public.__all__)
     if name not in globals():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return globals()[name]

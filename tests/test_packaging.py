@@ -108,6 +108,24 @@ def test_a_checkout_imports_all_its_wings(checkout: Path) -> None:
     assert {file.relative_to(checkout).parts[0] for file in files} == set(WINGS)
 
 
+@pytest.mark.slow
+def test_public_names_are_there_when_they_are_asked_for() -> None:
+    code = """
+import sys, autopar
+assert "torch" not in sys.modules
+assert not hasattr(autopar, "__wrapped__") and "torch" not in sys.modules
+assert {"compile", "ClusterSpec", "__version__"} <= set(dir(autopar))
+autopar.compile = None
+assert not hasattr(autopar, "nothing") and autopar.compile is None
+from autopar import *
+assert ClusterSpec is autopar.cluster.ClusterSpec
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_a_checkout_imports_its_own_wings_where_autopar_is_installed_too(
     checkout: Path, wheel: zipfile.ZipFile, tmp_path: Path
 ) -> None:

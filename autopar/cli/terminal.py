@@ -78,6 +78,8 @@ def show(*blocks: Block) -> None:
                 title=Text(block.title) if block.title else None,
                 title_justify="left",
                 show_header=bool(block.head),
+                show_edge=False,
+                pad_edge=False,
                 box=rich.box.SIMPLE_HEAD if block.head else None,
             )
             for n, name in enumerate(block.head or ("",) * max(map(len, block.rows), default=0)):

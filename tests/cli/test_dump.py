@@ -189,6 +189,7 @@ def test_the_graph_is_drawn_with_repeated_layers_once(saved, capsys):
         ("abc", [(0, 1, 1), (1, 1, 1), (2, 1, 1)]),
         ("abbbc", [(0, 1, 1), (1, 1, 3), (4, 1, 1)]),
         ("abcbcd", [(0, 1, 1), (1, 2, 2), (5, 1, 1)]),
+        ("aaaa", [(0, 1, 4)]),
         ("aabaab", [(0, 3, 2)]),
     ],
 )

@@ -67,7 +67,7 @@ def test_help_ends_with_an_example_of_the_command(name: str) -> None:
 
 
 def printed(name: str) -> str:
-    """The output that the page gives for the example of a command, under its command line."""
+    """The example of a command as the page has it: its command line, and the output under it."""
     page = (ROOT / "docs/command_line.md").read_text().split(f"\n## autopar {name}\n")[1].split("\n## ")[0]
     return page.split("```\n")[1].split("```")[0]
 
