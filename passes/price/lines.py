@@ -271,14 +271,37 @@ def stored_s(line: AddGradient, held: Mapping[str, float], stage: LoweredStage, 
     where it lies. held: bytes of the function's values."""
     if not pricer.software.gradient_passes:
         return 0.0
-    p, mesh = stage.parameters[line.parameter], stage.mesh
+    p = stage.parameters[line.parameter]
+    in_place, came_bytes = p.name in sent_in_place(stage, pricer.memo), held.get(line.value)
+    like = (
+        p.type,
+        p.storage,
+        p.optimizer,
+        p.reduce,
+        p.contributions,
+        p.by_microbatch,
+        p.owned,
+        stage.microbatches,
+        stage.mesh.axes,
+    )
+    return pricer.memo.get(
+        (stored_s, pricer, like, in_place, came_bytes), lambda: _stored_s(p, came_bytes, in_place, stage, pricer)
+    )
+
+
+def _stored_s(
+    p: StoredParameter, came_bytes: float | None, in_place: bool, stage: LoweredStage, pricer: Pricer
+) -> float:
+    """The same of one parameter; those that are stored and reduced alike take as long. came_bytes: of the contribution (None: of
+    the gradient); in_place: the sum is sent from where it lies."""
+    mesh = stage.mesh
     nbytes = summed_bytes(p, mesh) if p.optimizer.run and p.optimizer.owner is None else unreduced_bytes(p, mesh)
     due, times = p.contributions * stage.microbatches, sent_times(p, stage)
-    came_bytes = held.get(line.value, nbytes)
+    came_bytes = nbytes if came_bytes is None else came_bytes
     added_bytes = (due - times) * (2 * nbytes + came_bytes) + (times - 1) * 3 * on_rank(p, mesh).gradient
     if came_bytes < nbytes and pricer.device.runs_as.type != "cpu":
         added_bytes += times * (nbytes + came_bytes)
-    packed_bytes = 0.0 if p.name in sent_in_place(stage, pricer.memo) else 2 * sum(m.nbytes for m in _sums(p, mesh)[:1])
+    packed_bytes = 0.0 if in_place else 2 * sum(m.nbytes for m in _sums(p, mesh)[:1])
     return pricer.copy_s * (added_bytes + times * packed_bytes) / due
 
 
@@ -293,7 +316,13 @@ def _sums(p: StoredParameter, mesh: Mesh) -> list[Message]:
 
 
 def gather_alone_s(gather: ParameterGather, p: StoredParameter, pricer: Pricer) -> float:
-    """Seconds of a gather's messages, and of what is copied for them."""
+    """Seconds of a gather's messages, and of what is copied for them; parameters that rest alike take as long."""
+    like = gather_alone_s, pricer, gather.steps, gather.dtype, p.type, p.storage
+    return pricer.memo.get(like, lambda: _gather_alone_s(gather, p, pricer))
+
+
+def _gather_alone_s(gather: ParameterGather, p: StoredParameter, pricer: Pricer) -> float:
+    """The same of one parameter."""
     joined = pricer.software.joins_gathers
     messages = gather_messages(gather, p, pricer.mesh)
     held = p.stored_bytes(pricer.mesh, gather.dtype)
