@@ -24,8 +24,8 @@ from pathlib import Path
 from autopar.cli.command import Commands, add, alone
 from autopar.cli.dump_sections import SECTIONS, as_json, blocks
 from autopar.cli.dump_summary import summary
-from autopar.cli.graph_picture import graph_svg
-from autopar.cli.graphviz import as_dot
+from autopar.cli.pictures.dot import as_dot
+from autopar.cli.pictures.svg import graph_svg
 from autopar.cli.saved import Saved, read
 from autopar.cli.saved_profile import read_profile
 from autopar.cli.terminal import show

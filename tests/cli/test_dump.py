@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.cli.drawn_graph import clusters, repeats
 from autopar.cli.dump import main
 from autopar.cli.dump_sections import SECTIONS
-from autopar.cli.graph_picture import MOST, graph_svg
+from autopar.cli.pictures.drawn import clusters, repeats
+from autopar.cli.pictures.svg import MOST, graph_svg
 from autopar.cli.saved import read
 from autopar.ir.text import size_text
 from autopar.report.program_facts import FunctionFacts, LineFacts, TemplateFacts

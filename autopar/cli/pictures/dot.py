@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from autopar.cli.drawn_graph import Cluster, Node, clusters
+from autopar.cli.pictures.drawn import Cluster, Node, clusters
 from autopar.cli.saved import Saved
 
 

@@ -14,7 +14,7 @@ from xml.etree.ElementTree import Element, SubElement
 
 import networkx as nx
 
-from autopar.cli.drawn_graph import MESSAGES, Cluster, Node, clusters
+from autopar.cli.pictures.drawn import MESSAGES, Cluster, Node, clusters
 from autopar.cli.saved import Saved
 
 MOST = 60
@@ -63,7 +63,7 @@ class Laid:
 
 
 def graph_svg(saved: Saved, most: int = MOST) -> str:
-    """The picture. most: as `drawn_graph.clusters` takes it."""
+    """The picture. most: as `drawn.clusters` takes it."""
     laid = [_laid(cluster) for cluster in clusters(saved, most)]
     width = max([ROW_WIDTH, *(one.width + 2 * GAP for one in laid)])
     root = Element("svg", xmlns="http://www.w3.org/2000/svg")
