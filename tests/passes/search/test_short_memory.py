@@ -10,12 +10,17 @@ import torch
 
 import autopar
 from autopar import ClusterSpec, Options
+from autopar.ir.mesh import Mesh
 from autopar.passes.batch.microbatches import Microbatches
 from autopar.passes.search import best_plans
 from autopar.passes.search.best_plans import search_plans
 from autopar.passes.search.microbatches import TasksByCount
+from autopar.passes.search.one_mesh import short_memory
+from autopar.passes.search.one_mesh.joint import JointSearch
 from autopar.passes.search.one_mesh.short_memory import ShortMemorySearch
 from autopar.passes.search.task import RankedPlans, Task
+from autopar.passes.shard.priced_plan import PricedPlan
+from autopar.passes.shard.solve import Shortage
 from tests.zoo.models import BY_NAME
 
 
@@ -47,15 +52,24 @@ def told(ranking: RankedPlans) -> list[tuple[float, object]]:
 
 
 @pytest.mark.parametrize("share", [0.9, 2.0])
-def test_what_was_found_before_is_found_once_and_changes_nothing(share: float) -> None:
+def test_what_was_found_before_is_found_once_and_changes_nothing(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Mesh] = []
+    within_limit = short_memory.fastest_within_limit
+
+    def noted(owner: Task, joint: JointSearch, useless_from_s: float) -> PricedPlan | Shortage:
+        asked.append(joint.fastest.problem.mesh)
+        return within_limit(owner, joint, useless_from_s)
+
+    monkeypatch.setattr(short_memory, "fastest_within_limit", noted)
     one = task("mlp", share)
     *_, alone = [[], *search_of(one, "mlp").plans(math.inf)]
+    asked_alone = [asked.pop() for _ in list(asked)]
     search = search_of(one, "mlp")
     first_s = search.first_s(math.inf, math.inf)
-    looked = len(search.faster)
+    assert len(asked) == 1
     *_, later = [[], *search.plans(math.inf)]
     assert told(later) == told(alone)
-    assert looked == (first_s < math.inf)
+    assert asked[::-1] == asked_alone
     assert all(first_s >= step_s for step_s, _ in told(later)[:1])
 
 
