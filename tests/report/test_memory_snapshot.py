@@ -14,7 +14,7 @@ import torch.cuda._memory_viz as memory_viz
 import autopar
 from autopar import ClusterSpec, Options
 from autopar.capture.source_lines import place_in
-from autopar.cli.plan import main
+from autopar.cli.main import main
 from autopar.errors import EmitError, InputError
 from autopar.ir.resting import resting_rows
 from tests.zoo.models import BY_NAME, MODELS, ZooModel

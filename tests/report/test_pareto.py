@@ -18,7 +18,7 @@ from torch import nn
 
 import autopar
 from autopar import ClusterSpec, Options, Plan
-from autopar.cli.plan import main
+from autopar.cli.main import main
 from autopar.errors import InfeasibleError, InputError
 from autopar.passes.search.frontier import Costs, Option, comparable, not_beaten, whole_parts
 from autopar.report.pareto import Pareto

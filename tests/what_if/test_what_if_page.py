@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cli.plan import main
+from autopar.cli.main import main
 from tests.test_house import ROOT
 
 PAGE = (ROOT / "docs" / "what_if.md").read_text()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.cli.plan import main
+from autopar.cli.main import main
 from autopar.errors import EmitError, InfeasibleError
 from autopar.ir.text import size_text
 from autopar.report import facts
