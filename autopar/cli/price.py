@@ -27,7 +27,7 @@ from autopar.exchange.to_options import differences, options_of
 from autopar.ir.text import size_text, time_text
 from autopar.options import Options
 from autopar.program import ParallelProgram
-from autopar.report.answer import rate_text, room_facts, work_facts
+from autopar.report.answer import device_room, rate_text, work_facts
 from autopar.report.better_plans import Better, better_plans
 
 EXAMPLE = "autopar price examples/ds_config.json --model examples.command_line:step --cluster dgx-h100"
@@ -92,7 +92,7 @@ def priced(args: argparse.Namespace) -> dict[str, Any]:
 
 def _prediction(program: Compiled) -> dict[str, Any]:
     """Seconds, tokens per second, utilisation and bytes of a program."""
-    work, room = work_facts(program), room_facts(program)
+    work, room = work_facts(program), device_room(program)
     return {
         "step_time_s": program.predicted.step_time_s,
         "tokens_per_s": work.tokens_per_s,

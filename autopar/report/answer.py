@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
+from autopar.cluster import ClusterSpec
 from autopar.cluster.device import DeviceSpec
 from autopar.cluster.process import fragmentation, taken_bytes
 from autopar.codegen.pipeline import batch_shapes
 from autopar.compiled import Alternative, Compiled
 from autopar.ir.program import Program
 from autopar.ir.text import energy_text, size_text, time_text
+from autopar.options import Options
 from autopar.passes.account.spent import Spent, spent
 from autopar.report.machines import machine_facts
 from autopar.report.program_facts import RoomFacts, WorkFacts
@@ -56,30 +58,38 @@ def work_facts(program: Compiled) -> WorkFacts:
 
 def room_facts(program: Compiled) -> RoomFacts:
     """The memory of the device that is fullest, by share, as the search held plans against it."""
+    return _fullest(program, program.options)
+
+
+def device_room(program: Compiled) -> RoomFacts:
+    """The same of the device's own memory, whatever the options say: layouts of others are compiled as if there were more."""
+    return _fullest(program, replace(program.options, memory_bytes=None))
+
+
+def _fullest(program: Compiled, options: Options) -> RoomFacts:
     counted, cluster = program.account, program.cluster
     rooms: list[RoomFacts] = []
     for group, peak, on_kinds in zip(program.lowered.graph.groups, counted.peaks, counted.peaks_on_kinds, strict=True):
         mesh = program.plan.stages[group[0]].mesh
         kinds = [(cluster.device(rank), nbytes) for rank, nbytes in on_kinds.items()]
         for device, nbytes in kinds or [(cluster.pace(mesh.offset, mesh.size), peak)]:
-            rooms.append(_room(program, device, dict(mesh.axes), nbytes))
+            rooms.append(_room(program.cluster, options, device, dict(mesh.axes), nbytes))
     return max(rooms, key=lambda one: one.needed_bytes / one.device_bytes)
 
 
 def over_bytes(program: Compiled) -> float:
     """Bytes that the fullest device of a program lacks; negative where it has room."""
-    room = room_facts(program)
+    room = device_room(program)
     return room.needed_bytes - room.device_bytes
 
 
-def _room(program: Compiled, device: DeviceSpec, axes: dict[str, int], nbytes: float) -> RoomFacts:
+def _room(cluster: ClusterSpec, options: Options, device: DeviceSpec, axes: dict[str, int], nbytes: float) -> RoomFacts:
     """The memory of a device on which tensors take so many bytes."""
-    options = program.options
     if options.memory_bytes is not None:
         return RoomFacts(f"{device.name}, as Options.memory_bytes says", {}, nbytes, float(options.memory_bytes))
     memory_bytes = device.memory_bytes * options.memory_fraction
     name = device.name if options.memory_fraction == 1 else f"{device.name}, as Options.memory_fraction says"
-    causes = taken_bytes(program.cluster, axes, device, memory_bytes)
+    causes = taken_bytes(cluster, axes, device, memory_bytes)
     if lost := fragmentation(device) * nbytes:
         causes["gaps of the allocator"] = lost
     return RoomFacts(name, causes, nbytes + sum(causes.values()), memory_bytes)
