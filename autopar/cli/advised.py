@@ -14,6 +14,7 @@ from autopar.cluster.arrangement import arranged
 from autopar.program import ParallelProgram
 from autopar.report.advice.advice import Advice
 from autopar.report.advice.planned import saved_advice
+from autopar.report.predicted_vs_measured import Profile
 from autopar.runtime.data.whole_files import current
 
 
@@ -39,15 +40,24 @@ def advised(arguments: argparse.Namespace) -> Advice:
     """The advice that the command line asks for. Raises AutoparError, SchemaError."""
     saved = read(arguments.directory)
     profile = None if arguments.profile is None else read_profile(arguments.profile, saved.program.ranks)
-    cluster = ClusterSpec.from_dict(saved.program.cluster_described)
     if arguments.model is None:
-        return saved_advice(saved.program, arranged(cluster, saved.plan.placement), profile)
-    return _program(saved, cluster, arguments.model).advice(profile, seconds=arguments.seconds)
+        return of_saved(saved, profile)
+    return _program(saved, arguments.model).advice(profile, seconds=arguments.seconds)
 
 
-def _program(saved: Saved, cluster: ClusterSpec, model: str) -> ParallelProgram:
+def of_saved(saved: Saved, profile: Profile | None = None) -> Advice:
+    """The advice that a saved program's files have, without its model: nothing is planned. profile: of a run of it. Raises
+    ClusterError."""
+    return saved_advice(saved.program, arranged(_cluster(saved), saved.plan.placement), profile)
+
+
+def _cluster(saved: Saved) -> ClusterSpec:
+    return ClusterSpec.from_dict(saved.program.cluster_described)
+
+
+def _program(saved: Saved, model: str) -> ParallelProgram:
     """The saved program, compiled again under its plan. Raises AutoparError."""
     work = saved.program.work
     batch, tokens = work.batch or 1, work.tokens or 1
     given = arguments_of(model, batch, max(tokens // batch, 1), saved.plan.precision or None)
-    return autopar.api.compile(cluster=cluster, plan=saved.plan, **given)
+    return autopar.api.compile(cluster=_cluster(saved), plan=saved.plan, **given)

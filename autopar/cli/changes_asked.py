@@ -49,9 +49,11 @@ def changes(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def comparison(program: ParallelProgram, args: argparse.Namespace) -> str:
-    """The answer to `--compare`, in words or as JSON. Raises AutoparError."""
+    """The answer to `--compare`, in words or as JSON, and on the page that `--html` asks for. Raises AutoparError."""
     first, second = args.compare
     answer = compared(program, first, second, program.compile_again, program.with_plan)
+    if args.html is not None:
+        answer.before.report_html(args.html, what_if=[answer.facts()])
     return json.dumps(answer.facts()) if args.json else answer.report()
 
 

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from autopar.cli.advised import of_saved
 from autopar.cli.command import Commands, add, alone
 from autopar.cli.dump_sections import SECTIONS, as_json, blocks
 from autopar.cli.dump_summary import summary
@@ -35,7 +36,7 @@ from autopar.ir.text import size_text
 from autopar.report.curve import curve_svg
 from autopar.report.gantt import svg
 from autopar.report.page import page_html
-from autopar.report.predicted_vs_measured import predicted_vs_measured_text
+from autopar.report.predicted_vs_measured import Profile, predicted_vs_measured_text
 from autopar.report.recorded import measured_timeline, trace_rows
 
 
@@ -60,9 +61,14 @@ FORMATS: dict[str, Callable[[Saved, Sequence[str]], str]] = {
     "dot": lambda saved, sections: as_dot(saved),
     "svg": as_svg,
     "chrome-trace": lambda saved, sections: saved.timeline().chrome_trace(),
-    "html": lambda saved, sections: page_html(saved.program, saved.plan),
+    "html": lambda saved, sections: _page(saved),
 }
 """Formats beside text."""
+
+
+def _page(saved: Saved, profile: Profile | None = None) -> str:
+    """The page of a program, with what limits its step."""
+    return page_html(saved.program, saved.plan, profile, advice=of_saved(saved, profile).facts())
 
 
 def _recorded(saved: Saved, directory: Path, form: str) -> str:
@@ -75,7 +81,7 @@ def _recorded(saved: Saved, directory: Path, form: str) -> str:
     if form == "svg":
         return svg(saved.timeline().beside(measured_timeline(facts, profile)), "predicted and measured")
     if form == "html":
-        return page_html(facts, saved.plan, profile)
+        return _page(saved, profile)
     raise InputError(f"--profile is shown as text, svg, chrome-trace or html, not as {form}")
 
 

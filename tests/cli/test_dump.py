@@ -383,3 +383,4 @@ def test_html_is_the_page(pipeline, capsys):
     html = said(capsys, str(pipeline), "--format", "html")
     assert html.startswith("<!DOCTYPE html>")
     assert "Blocks, training on 4 ranks of local-4: zb-h1 of 2 stages on dp=2, 4 microbatches" in html
+    assert "What limits the step" in html

@@ -79,3 +79,16 @@ def test_what_does_not_fit_is_answered(folder: Path, capsys: pytest.CaptureFixtu
     answer = capsys.readouterr().out
     assert answer.startswith("does not fit: short by ")
     assert " of 1 GB; devices of about " in answer
+
+
+@pytest.mark.parametrize(
+    ("changes", "answer"), [("strategy=fsdp", "This plan beside others"), ("memory_gb=0.0001", "does not fit")]
+)
+def test_the_answer_stands_on_the_page(
+    changes: str, answer: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "my_model:quickly", "--cluster", "dgx-h100", "--compare", "best", changes, "--html", "plan.html"]
+    assert main(words) == 0
+    page = (folder / "plan.html").read_text()
+    assert capsys.readouterr().out.splitlines()[0] in page
+    assert answer in page
