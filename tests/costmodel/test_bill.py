@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from autopar.cluster import ClusterSpec
@@ -143,6 +146,17 @@ def test_what_comes_once_a_step_takes_the_host_at_least_its_seconds(
     assert read.step_s == pytest.approx(1.0 + once_s)
     assert read.optimizer_s + read.rest_s == pytest.approx(once_s)
     assert read.overhead_s == pytest.approx(0.0)
+
+
+def test_the_hosts_constants_are_those_of_recorded_steps() -> None:
+    """A fit by relative errors of seconds, in launches of the moment, to kernels' lines and a constant."""
+    rows = json.loads((Path(__file__).parents[1] / "gpu/recorded/host/nvidia-h100-80gb-hbm3.json").read_text())["steps"]
+    taken = np.array([row["step_s"] / row["launch_s"] for row in rows])
+    listed = np.array([[row["launches"], 1.0] for row in rows])
+    fitted = np.linalg.lstsq(listed / taken[:, None], np.ones(len(rows)), rcond=None)[0]
+    assert fitted == pytest.approx([LAUNCH_HOST, LAUNCH_HOST * ONCE_LAUNCHES], rel=0.01)
+    said = listed @ fitted / taken
+    assert np.median(np.abs(said - 1)) < 0.15
 
 
 def test_programs_on_fitted_gpus_are_read_with_the_fitted_constants_and_others_without() -> None:
