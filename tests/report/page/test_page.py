@@ -19,10 +19,12 @@ from torch import nn
 
 import autopar
 from autopar.cli.dump import main
+from autopar.cluster.arrangement import arranged
 from autopar.errors import EmitError, InputError
 from autopar.ir.text import size_text, time_text
 from autopar.plan import Plan
 from autopar.report import facts
+from autopar.report.advice.planned import saved_advice
 from autopar.report.page import page_html
 from autopar.report.page.tree import blocks
 from autopar.report.page.worst import worst_bytes, worst_rows
@@ -349,7 +351,9 @@ def test_a_saved_run_stands_on_the_page_of_a_saved_program(
     saved = pipeline.save(tmp_path / "out")
     assert main([str(saved), "--format", "html", "--profile", str(tmp_path)]) == 0
     html = capsys.readouterr().out
-    assert html.strip() == page_html(facts(pipeline), pipeline.plan, Profile(((step,),) * 4)).strip()
+    profile = Profile(((step,),) * 4)
+    advice = saved_advice(facts(pipeline), arranged(pipeline.cluster, pipeline.plan.placement), profile).facts()
+    assert html.strip() == page_html(facts(pipeline), pipeline.plan, profile, advice=advice).strip()
     (whole, *_) = Page(html).rows("measured-table-1")
     assert whole[:3] == ["step", time_text(pipeline.predicted.step_time_s), "10 ms"]
 
