@@ -173,8 +173,8 @@ def test_every_bucket_can_be_verified(sizes: tuple[int, int]) -> None:
 
 def test_buckets_with_dropout_and_low_precision_agree_with_one_rank() -> None:
     made = model(dropout=0.2).float()
-    program = compiled(2, made, {name: {0: SAMPLES, 1: (8, 24)} for name in SIZES}, precision="bf16")
-    for sizes in ((8, 24), (3, 8)):
+    program = compiled(2, made, {name: {1: (8, 24)} for name in SIZES}, precision="bf16")
+    for sizes in ((8, 24), (8, 8)):
         assert autopar.verify(program, made, batch(*sizes)).ok
 
 

@@ -73,7 +73,7 @@ def test_ranks_may_be_more_than_elements(strategy: str) -> None:
     assert result.max_error <= 1e-9
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [3, 5, 6, 7])
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("zoo", MODELS, ids=str)
@@ -94,6 +94,7 @@ def test_the_zoo_equals_one_device_on_odd_numbers_of_ranks(zoo: ZooModel, strate
     assert result.max_error <= 1e-9
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -165,6 +166,7 @@ def test_compressed_gradients_of_runs_train(compression: str) -> None:
     assert abs(losses[-1] - exact[-1]) < 0.02 * exact[-1]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -226,6 +228,7 @@ def test_layers_whose_dims_98304_ranks_do_not_divide_are_shared_by_all_of_them()
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("strategy", "microbatches"), [("zero1", 1), ("zero3", 3)])
 def test_there_is_no_second_block_while_one_is_sent(strategy: str, microbatches: int) -> None:
     cluster = autopar.ClusterSpec.local(3)

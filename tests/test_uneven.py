@@ -114,7 +114,7 @@ def test_rows_are_shared_along_the_first_axis_that_does_not_divide_them() -> Non
 # --- right, on any number of ranks
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("ranks", [3, 5, 6, 7])
 @pytest.mark.parametrize("strategy", ["dp", "zero1", "zero2", "zero3", "auto"])
 @pytest.mark.parametrize("zoo", MODELS, ids=str)
@@ -138,7 +138,7 @@ def program_of(zoo: ZooModel, ranks: int) -> autopar.ParallelProgram:
     )
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("zoo", MODELS, ids=str)
 def test_random_plans_with_shares_equal_one_device(zoo: ZooModel, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("ranks", "rows", "options"),
     [

@@ -92,7 +92,7 @@ def fake_step(
         return calls.names, dict(session.grads), loss
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("ranks", "precision"), [(1, None), (2, "bf16")])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_runs_on_fake_gpus(name: str, ranks: int, precision: str | None) -> None:

@@ -303,6 +303,7 @@ def test_what_a_pipeline_asks_for_is_counted_by_step_and_microbatch() -> None:
 # ---- faults that there were
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("options", ["dp", "1f1b"])
 @pytest.mark.parametrize("zoo", RECURRENT, ids=str)
 def test_recurrent_layers_can_be_differentiated(zoo: ZooModel, options: str) -> None:

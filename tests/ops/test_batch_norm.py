@@ -95,7 +95,7 @@ def batch(rank: int) -> tuple[Tensor, Tensor]:
 NORMS = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_every_plan_has_the_statistics_of_the_whole_batch(options: dict[str, Any
     assert_equal_to_eager(norm, batch(rank), F.cross_entropy, ranks=ranks, steps=2, seeds=(0, 1))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rank", range(4))
 def test_given_statistics_take_no_message(rank: int) -> None:
     norm = model(NORMS[rank], rank).eval()

@@ -230,7 +230,7 @@ def sweep(layer: str, examples: int) -> int:
     return tried
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @every_layer
 def test_layers_on_blocks_of_an_image_equal_eager(layer: str) -> None:
     assert sweep(layer, 25) > 10

@@ -44,7 +44,7 @@ def sweep(op: str, examples: int) -> int:
 
 @every_op
 def test_shards_of_the_op_recombine_to_the_whole(op: str) -> None:
-    assert bool(sweep(op, 6)) == (op not in NEVER_SHARDED)
+    assert bool(sweep(op, 4)) == (op not in NEVER_SHARDED)
 
 
 @pytest.mark.slow

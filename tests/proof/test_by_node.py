@@ -50,7 +50,7 @@ def compiled(cluster: autopar.ClusterSpec, **options: object) -> autopar.Paralle
     )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["dp", "zero1", "zero3"])
 @pytest.mark.parametrize(("count", "places"), [(2, 2), (4, 2), (2, 4)])
 def test_data_parallel_steps_are_eagers(strategy: str, count: int, places: int) -> None:

@@ -40,7 +40,7 @@ def check(zoo: ZooModel, pp: int, schedule: str, m: int, seed: int, ranks: int =
     assert_right(made, zoo.name)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @every_model
 @pytest.mark.parametrize(
     ("pp", "schedule"),
@@ -90,7 +90,7 @@ def test_stages_on_meshes_of_several_axes_equal_one_device(zoo: ZooModel, schedu
     check(zoo, pp, schedule, 4, seed=10 * pp, ranks=8, samples=4)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @every_model
 def test_inference_in_a_pipeline_equals_one_device(zoo: ZooModel) -> None:
     for pp, seed in itertools.product((2, 3), range(2)):

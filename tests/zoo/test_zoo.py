@@ -56,14 +56,14 @@ def test_the_model_is_seeded_and_trains_in_eager(zoo: ZooModel) -> None:
     assert bool(silent) == bool(zoo.tags & {"unused", "frozen"}), silent
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(6)
 @every_model
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_training_equals_one_device(zoo: ZooModel, ranks: int) -> None:
     assert_equal_to_one_device(zoo, compiled(zoo.name, ranks))
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @every_model
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_inference_equals_one_device(zoo: ZooModel, ranks: int) -> None:

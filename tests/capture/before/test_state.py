@@ -42,6 +42,7 @@ class Averages(nn.Module):
 # --- buffers -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_buffers_that_forward_changes_become_outputs_and_follow_eager_over_several_steps(ranks: int) -> None:
     program = assert_equal_to_eager(Averages(), batch(), F.cross_entropy, ranks=ranks, steps=4)
@@ -50,6 +51,7 @@ def test_buffers_that_forward_changes_become_outputs_and_follow_eager_over_sever
     assert {"buffer/count", "buffer/average", "buffer/last"} <= result.errors.keys()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": 0.3}], ids=str)
 def test_batch_norm_uses_the_statistics_of_the_whole_batch_and_updates_them(options: dict) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, **options), nn.Linear(8, 8))
@@ -58,7 +60,7 @@ def test_batch_norm_uses_the_statistics_of_the_whole_batch_and_updates_them(opti
     assert bool(program.ir.buffer_updates) == tracked
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{}, {"affine": True}, {"momentum": 0.3}], ids=str)
 def test_instance_norm_updates_its_statistics_by_the_mean_over_samples(options: dict) -> None:
     model = nn.Sequential(
@@ -94,7 +96,7 @@ def test_dropout_is_off_in_eval_mode_and_on_in_train_mode() -> None:
     assert [any(t.random for t in p.ir.templates.values()) for p in (on, off)] == [True, False]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("draw", ["rand_like", "randn", "bernoulli", "gumbel", "alpha_dropout", "randint", "uniform_"])
 def test_random_numbers_of_every_kind_do_not_depend_on_the_plan(draw: str) -> None:
     def forward(net: Net, x: Tensor) -> Tensor:
@@ -144,7 +146,7 @@ def test_a_buffer_filled_row_by_row_keeps_the_gradients_of_the_rows() -> None:
     assert_equal_to_eager(Net(forward), batch(), F.cross_entropy)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "layer", [nn.GRUCell(8, 8), nn.LSTMCell(8, 8), nn.RNNCell(8, 8)], ids=lambda m: type(m).__name__
 )

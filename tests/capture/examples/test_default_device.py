@@ -57,6 +57,7 @@ def compiled(model: nn.Module, batch: tuple[Tensor, ...]) -> autopar.Program:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("meta_by_default", [around, once_for_all])
 def test_a_default_device_changes_nothing_of_a_program_and_its_proofs(meta_by_default) -> None:  # type: ignore[no-untyped-def]
     model = Masked()

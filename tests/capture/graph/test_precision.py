@@ -248,7 +248,7 @@ def test_a_model_in_16_bits_has_no_master_weights_to_keep() -> None:
 # --- casts
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("zoo", MODELS, ids=str)
 def test_blocks_that_were_equal_stay_one_template(zoo: ZooModel) -> None:
     targets = zoo.targets if isinstance(zoo.targets, int) and zoo.loss_fn is not None else 0
@@ -275,7 +275,7 @@ def test_forward_never_keeps_a_widened_value_for_backward() -> None:
         assert not [n.name for n in template.ops if not phase_is_late(n) and n.name in kept and _widens(n)]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("zoo", MODELS, ids=str)
 def test_a_border_between_calls_never_parts_a_cast_from_its_op(zoo: ZooModel) -> None:
     """The operand of a norm or a loss crosses in 16 bits, and so does the result of a norm."""

@@ -289,6 +289,7 @@ class Unbound(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2)).square().mean()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dim", [0, 2, 4])
 def test_gradients_of_parts_of_a_permuted_tensor_are_joined_where_they_lie(dim: int) -> None:
     model = Unbound(dim)

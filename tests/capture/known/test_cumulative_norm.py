@@ -62,7 +62,7 @@ def equal_to_eager(norm: nn.Module, ranks: int, parts: int = 1, **options: Any) 
     assert int(run.state_dict()["norm.num_batches_tracked"]) == 3 + STEPS * parts
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", [*SHAPES, Own], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("options", [{"mesh": {"dp": 2}}, {"mesh": {"dp": 2, "tp": 2}}, {"pp": 2, "mesh": {"dp": 1}}])
 def test_running_means_are_those_of_eager(kind: type[nn.Module], options: dict[str, Any]) -> None:
@@ -70,6 +70,7 @@ def test_running_means_are_those_of_eager(kind: type[nn.Module], options: dict[s
     equal_to_eager(kind(6, momentum=None), ranks, **options)  # type: ignore[call-arg]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{"mesh": {"dp": 2}}, {"pp": 2, "mesh": {"dp": 1}}])
 def test_microbatches_of_their_own_count_each(options: dict[str, Any]) -> None:
     equal_to_eager(nn.BatchNorm1d(6, momentum=None), 2, 2, coupled="per-microbatch", microbatches=2, **options)

@@ -75,10 +75,16 @@ def test_a_loop_is_understood_and_equal(form: type[nn.Module]) -> None:
     assert set(proof.sometimes.numbers) == (set() if form in ALWAYS_ALL else experts)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind is forms.SwiGlu else ()) for kind in KINDS[1:]]
+)
 def test_experts_of_any_layers_are_understood(kind: type[nn.Module]) -> None:
     _, proof = proof_of(forms.BooleanMask, kind)
     assert proof.difference <= 1e-12
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_of_experts_have_one_form_but_those_that_normalise(kind: type[nn.Module]) -> None:
     form = form_of(kind().double())
     if kind is forms.Normed:
         assert form is None

@@ -24,6 +24,7 @@ class Classifier(nn.Module):
         return getattr(self.last(self.first(x), y), self.result)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("head_bias", [False, True])
 def test_an_adaptive_softmax_trains_as_in_eager(head_bias: bool) -> None:
     program = assert_equal_to_eager(Classifier("loss", head_bias), (X, CLASSES))

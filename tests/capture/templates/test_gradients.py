@@ -78,6 +78,7 @@ def test_faking_keeps_tied_weights_tied_and_hands_the_model_back_as_it_was() -> 
     assert all(value is before[name] for name, value in model.named_parameters(remove_duplicate=False))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_tied_weights_are_one_parameter_whose_gradient_is_the_sum_of_both_uses(ranks: int) -> None:
     ids = torch.randint(0, 16, (4, 8))

@@ -230,13 +230,13 @@ def activation(name: str) -> Case:
 MORE |= {name: activation(name) for name in ACTIVATIONS}
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_equals_eager(name: str) -> None:
     check(LAYERS[name])
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", OPS)
 def test_a_tensor_op_equals_eager(name: str) -> None:
     check(OPS[name])
@@ -327,7 +327,7 @@ LOSSES: dict[str, tuple[tuple[int, ...], Callable[[], Tensor], Callable[..., Ten
 }
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_equals_eager(name: str) -> None:
     shape, target, loss_fn = LOSSES[name]

@@ -42,6 +42,7 @@ def test_many_layers_alike_are_traced_once(model: nn.Module) -> None:
     assert len(program.ir.templates) <= 5
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("options", [{}, {"pp": 2}, {"microbatches": 2}])
 def test_they_equal_eager(options: dict[str, int]) -> None:
     torch.manual_seed(0)

@@ -104,14 +104,14 @@ def _model(name: str) -> tuple[nn.Module, tuple[Tensor]]:
     return Net(lambda net, *inputs: square(forward(net, *inputs).float()), **modules), (x,)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CASES)
 def test_a_region_equals_eager_in_float64(name: str) -> None:
     model, batch = _model(name)
     assert_equal_to_eager(model, batch, ranks=4, seeds=(0, 1))
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_region_rounds_as_eager_does(name: str) -> None:
     """One step in the model's dtypes: as far from eager's as sums in another order are, in the unit of 16 bits."""

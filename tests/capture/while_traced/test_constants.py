@@ -134,7 +134,7 @@ TRANSFORMERS: dict[str, tuple[Forward, nn.Module]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_masks_of_nn_transformer_need_no_option(name: str) -> None:
     forward, module = TRANSFORMERS[name]

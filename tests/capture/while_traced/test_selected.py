@@ -286,7 +286,7 @@ def holds(forward: Forward, masks: tuple[Tensor, ...]) -> None:
             assert result.max_error <= TOLERANCE
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", FORMS)
 def test_a_use_of_selected_rows_equals_eager_whatever_the_mask(name: str) -> None:
     holds(FORMS[name], (MASK, torch.ones_like(MASK), torch.zeros_like(MASK)))

@@ -49,7 +49,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("at", range(len(LAYOUTS)))
 def test_layouts_of_every_kind_are_answered_alike(at: int) -> None:
     check([LAYOUTS[at]])
@@ -83,7 +83,7 @@ UNEQUAL = [
 ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("at", range(len(UNEQUAL)))
 def test_unequal_parts_are_answered_alike(at: int) -> None:
     check([UNEQUAL[at]])

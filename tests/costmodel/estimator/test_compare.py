@@ -171,7 +171,7 @@ def test_the_search_finds_the_best_of_a_space_tried_out_whole(model, room):
     assert found.step_time_s == pytest.approx(min(e.step_time_s for e in fitting), rel=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_no_bound_on_the_way_to_a_plan_exceeds_its_estimate(data):
     model = data.draw(st.sampled_from([TINY, TINY_MOE, replace(TINY, layers=30, attention="materialised")]))

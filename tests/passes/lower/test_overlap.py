@@ -182,7 +182,7 @@ class Translator(nn.Module):
         return self.layers(x, x, src_key_padding_mask=padding, memory_key_padding_mask=padding)
 
 
-@pytest.mark.parametrize("model", [Encoder, Translator])
+@pytest.mark.parametrize("model", [pytest.param(Encoder, marks=pytest.mark.slow), Translator])
 def test_every_value_of_a_function_has_a_name_of_its_own(model: type[nn.Module]) -> None:
     """A name that is given twice has readers before it is made, for which there is no place among the lines."""
     options = autopar.Options(mesh={"dp": 1, "tp": 2}, overlap=True)

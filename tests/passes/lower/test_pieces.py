@@ -55,7 +55,7 @@ def lines(program: autopar.Program) -> list[Line]:
     return [line for s in program.lowered.stages for t in s.templates.values() for f in t.functions for line in f.lines]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "moe"])
 def test_pieces_compute_what_eager_does(kind: str, count: int) -> None:

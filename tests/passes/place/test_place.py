@@ -8,7 +8,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.cluster import ClusterSpec
@@ -49,6 +49,7 @@ def cheapest(traffic: Traffic, cluster: ClusterSpec, distance: tuple[float, ...]
 CLUSTERS = [cluster_of(2, 6), cluster_of(2, 4, 6), cluster_of(3, 6), cluster_of(4, 6, starts=(0, 1, 4))]
 
 
+@settings(max_examples=10)
 @given(seeds, st.sampled_from(CLUSTERS))
 def test_exact_placement_equals_the_best_permutation(seed: int, cluster: ClusterSpec) -> None:
     traffic = random_traffic(seed, 6)
@@ -87,6 +88,7 @@ def test_never_worse_than_leaving_ranks_in_order(seed: int, P: int) -> None:
     assert found.bound <= found.cost <= found.identity_cost
 
 
+@settings(max_examples=8)
 @given(seeds, st.sampled_from([cluster_of(4, 16, 40), cluster_of(3, 40)]))
 def test_swaps_that_are_not_summed_up_one_by_one_would_not_be_taken(seed: int, cluster: ClusterSpec) -> None:
     rng = np.random.default_rng(seed)

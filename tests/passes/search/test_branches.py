@@ -112,6 +112,7 @@ def test_encoders_get_ranks_of_their_own_where_the_network_is_slow() -> None:
     assert any(len(a.plan.stages) == 1 for a in program.alternatives)
 
 
+@pytest.mark.slow
 def test_side_by_side_is_predicted_faster_than_every_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     program = beside_each_other()
     monkeypatch.setattr(autopar.passes.search.best_plans, "search_branches", lambda *_: [])
@@ -125,7 +126,8 @@ def test_side_by_side_equals_one_device() -> None:
     assert autopar.verify(program, program.model, driving_batch(16)).max_error <= 1e-9
 
 
-@pytest.mark.parametrize("orders", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("orders", [1, 2])
 def test_groups_of_a_mixed_cluster_have_devices_of_one_kind_each_whatever_the_order_of_machines(orders: int) -> None:
     """The first order of machines mixes the kinds, the second does not."""
     network = slow_network()
@@ -157,6 +159,7 @@ def test_cheap_links_need_no_branches() -> None:
     assert len(program.plan.stages) == 1
 
 
+@pytest.mark.slow
 def test_less_memory_is_kept_to() -> None:
     def found(**limit: float) -> PricedPlan:
         task = task_of(captured(), slow_network(), Setting(2), Options(microbatches=2, **limit))

@@ -43,7 +43,7 @@ def program(way: str) -> autopar.ParallelProgram:
     return compiled_zoo(LLAMA, tiers, optimizer=ADAMW, options=options)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_steps_are_the_same_to_the_last_bit(way: str) -> None:
     plain, batch = program(way), LLAMA.batch()

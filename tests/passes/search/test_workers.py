@@ -338,7 +338,7 @@ def test_the_plans_are_the_same_where_memory_is_short() -> None:
 
 def test_what_is_short_is_told_alike() -> None:
     texts = set()
-    for count in (1, 2, 4):
+    for count in (1, 3):
         with pytest.raises(NoRoomError) as error:
             search_plans(task(4, workers=count, pp=2, memory_bytes=2.8e7), BATCH)
         texts.add(str(error.value))

@@ -163,7 +163,7 @@ def went_on(done, wanted: dict[str, torch.Tensor], steps: list[int]) -> None:
     [
         ("no_space", "No space left on device"),
         pytest.param("read_only", "Read-only file system", marks=pytest.mark.slow),
-        ("vanishing", "was not saved"),
+        pytest.param("vanishing", "was not saved", marks=pytest.mark.slow),
         pytest.param("quota", "quota exceeded", marks=pytest.mark.slow),
         pytest.param("quota_at_the_end", "quota exceeded", marks=pytest.mark.slow),
     ],

@@ -163,7 +163,7 @@ def compiled(zoo: ZooModel, ranks: int) -> autopar.ParallelProgram:
     return compiled_zoo(zoo, ranks)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("error::autopar.runtime.compiled.inductor.CompilerWarning")
 @pytest.mark.parametrize(
     ("name", "ranks", "seed"), [("gpt2", 1, None), ("llama", 4, 1), ("moe", 4, 3), ("resnet", 2, 0)]

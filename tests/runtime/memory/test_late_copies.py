@@ -132,7 +132,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return Event.arrived
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("offload", ["parameters", "all", "optimizer"])
 @pytest.mark.parametrize("plan", ["dp", "zero3", "1f1b"])

@@ -75,6 +75,7 @@ def nothing_kept():
     logging.disable(logging.NOTSET)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", MARKS)
 def test_eight_ranks_as_threads(steps, tmp_path, nothing_kept):
     program, every = stages.mlp(4, 2, 1), max(steps // 200, 12)
