@@ -28,6 +28,8 @@ CAUSES = {
 """Names of the parts of `Spent`, in their order."""
 SHOWN = 0.05
 """Causes of less than this share of a difference are not named."""
+TIED = 1e-6
+"""Share of a step up to which two plans are as fast as each other."""
 
 
 def batch_of(ir: Program, microbatches: int) -> tuple[int | None, int | None]:
@@ -132,22 +134,29 @@ def rate_text(tokens_per_s: float) -> str:
 
 
 def why_not(other: Alternative, program: Compiled) -> str:
-    """Why a plan that was looked at was not chosen: by how much it is slower, and what makes it so."""
-    own_s, other_s = program.decision.predicted.step_time_s, other.predicted.step_time_s
-    more_s, own_bytes, other_bytes = other_s - own_s, program.decision.predicted.peak_bytes, other.predicted.peak_bytes
-    held = other_bytes - own_bytes
+    """Why a plan that was looked at was not chosen: by how much it is slower, and what makes it so. A plan that was not lowered is
+    as the solver prices it, and messages that overlap with computing, which are found afterwards, could make it faster."""
+    own, others = program.decision.predicted, other.predicted
+    more_s, held = others.step_time_s - own.step_time_s, size_difference(others.peak_bytes - own.peak_bytes)
+    priced = " as it is priced before overlap is looked for" if other.spent is None else ""
+    if abs(more_s) <= TIED * own.step_time_s:
+        return f"as fast{priced}, and it holds {held}"
     if other.short_bytes > 0:
         return (
             f"does not fit: {size_text(other.short_bytes)} more than a rank has room for ({time_text(-more_s)} faster)"
         )
-    if more_s <= 0:
-        amount = f"{size_text(held)} more" if held > 0 else f"{size_text(-held)} less"
-        kind = "its bound is" if other.spent is None else "it is"
-        return f"{kind} {time_text(-more_s)} below the plan's step, and it holds {amount}"
+    if more_s < 0:
+        return f"{time_text(-more_s)} below the plan's step{priced}, and it holds {held}"
     if other.spent is None:
-        return f"at least {time_text(more_s)} slower, by a bound on its step"
-    causes = cause_texts(spent(program.account), other.spent)
-    return f"{time_text(more_s)} slower: {', '.join(causes)}"
+        return f"{time_text(more_s)} slower{priced}"
+    return f"{time_text(more_s)} slower: {', '.join(cause_texts(spent(program.account), other.spent))}"
+
+
+def size_difference(more_bytes: float) -> str:
+    """`8.1 GB less`, `1 kB more` or `as many bytes`."""
+    if abs(more_bytes) < 0.5:
+        return "as many bytes"
+    return f"{size_text(abs(more_bytes))} {'more' if more_bytes > 0 else 'less'}"
 
 
 def cause_texts(before: Spent, after: Spent) -> list[str]:
