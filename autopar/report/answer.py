@@ -10,6 +10,7 @@ from autopar.codegen.pipeline import batch_shapes
 from autopar.compiled import Alternative, Compiled
 from autopar.ir.program import Program
 from autopar.ir.text import energy_text, size_text, time_text
+from autopar.options import Options
 from autopar.passes.account.spent import Spent, spent
 from autopar.report.machines import machine_facts
 from autopar.report.program_facts import RoomFacts, WorkFacts
@@ -56,27 +57,27 @@ def work_facts(program: Compiled) -> WorkFacts:
     )
 
 
-def room_facts(program: Compiled) -> RoomFacts:
-    """The memory of the device that is fullest, by share, as the search held plans against it."""
+def room_facts(program: Compiled, given: Options | None = None) -> RoomFacts:
+    """The memory of the device that is fullest, by share, as the search held plans against it. given: the options that say how
+    much there is, where the program was compiled whether it fits or not; else its own."""
     counted, cluster = program.account, program.cluster
     rooms: list[RoomFacts] = []
     for group, peak, on_kinds in zip(program.lowered.graph.groups, counted.peaks, counted.peaks_on_kinds, strict=True):
         mesh = program.plan.stages[group[0]].mesh
         kinds = [(cluster.device(rank), nbytes) for rank, nbytes in on_kinds.items()]
         for device, nbytes in kinds or [(cluster.pace(mesh.offset, mesh.size), peak)]:
-            rooms.append(_room(program, device, dict(mesh.axes), nbytes))
+            rooms.append(_room(program, given or program.options, device, dict(mesh.axes), nbytes))
     return max(rooms, key=lambda one: one.needed_bytes / one.device_bytes)
 
 
-def over_bytes(program: Compiled) -> float:
-    """Bytes that the fullest device of a program lacks; negative where it has room."""
-    room = room_facts(program)
+def over_bytes(program: Compiled, given: Options | None = None) -> float:
+    """Bytes that the fullest device of a program lacks; negative where it has room. given: as of `room_facts`."""
+    room = room_facts(program, given)
     return room.needed_bytes - room.device_bytes
 
 
-def _room(program: Compiled, device: DeviceSpec, axes: dict[str, int], nbytes: float) -> RoomFacts:
+def _room(program: Compiled, options: Options, device: DeviceSpec, axes: dict[str, int], nbytes: float) -> RoomFacts:
     """The memory of a device on which tensors take so many bytes."""
-    options = program.options
     if options.memory_bytes is not None:
         return RoomFacts(f"{device.name}, as Options.memory_bytes says", {}, nbytes, float(options.memory_bytes))
     memory_bytes = device.memory_bytes * options.memory_fraction
@@ -134,8 +135,8 @@ def rate_text(tokens_per_s: float) -> str:
 
 
 def why_not(other: Alternative, program: Compiled) -> str:
-    """Why a plan that was looked at was not chosen: by how much it is slower, and what makes it so. A plan that was not lowered is
-    as the solver prices it, and messages that overlap with computing, which are found afterwards, could make it faster."""
+    """Why a plan that was looked at was not chosen: by how much it is slower, and what makes it so. A plan that was not lowered
+    is as the solver prices it, and messages that overlap with computing, which are found afterwards, could make it faster."""
     own, others = program.decision.predicted, other.predicted
     more_s, held = others.step_time_s - own.step_time_s, size_difference(others.peak_bytes - own.peak_bytes)
     priced = " as it is priced before overlap is looked for" if other.spent is None else ""

@@ -89,9 +89,7 @@ class OpSeconds:
         memory_s = merging_s + filled_s + kernel.moved_s + (own_s if kernel.memory_bound else 0.0)
         return Roofline(drawn_s + (0.0 if kernel.memory_bound else own_s), memory_s, kernel.launch_s)
 
-    def _read(
-        self, parts: Parts, strategy: Strategy, price: Callable[..., Price]
-    ) -> tuple[Price, float, float, float]:
+    def _read(self, parts: Parts, strategy: Strategy, price: Callable[..., Price]) -> tuple[Price, float, float, float]:
         """The price of the kernel that the op is on a block, and the seconds that merging, filling and drawing add to it.
         price: `compute.op_time_s` or `compute.kernel_seconds`, which take the same."""
         facts, call, device, software = self._facts, self.call, self.device, self.software

@@ -316,7 +316,7 @@ def test_devices_that_are_faster_than_their_base_have_no_efficiency():
 def test_a_measured_base_has_as_many_samples_on_a_device(sharded: autopar.ParallelProgram):
     one = compiled(1, 4)
     assert measured_scaling(sharded, 2.0, one, 1.0).ratio == pytest.approx(0.5)
-    with pytest.raises(InputError, match="a batch of 8 on 1 devices; .* which are 4 here"):
+    with pytest.raises(InputError, match=r"a batch of 8 on 1 devices; .* which are 4 here"):
         measured_scaling(sharded, 2.0, compiled(1, 8), 1.0)
 
 

@@ -63,8 +63,8 @@ class Scaling:
         base = "1 device" if self.base_devices == 1 else f"{self.base_devices:,} devices"
         if self.efficiency is None:
             return (
-                f"no scaling efficiency: a device of {self.devices:,} computes {self.ratio:.3g} × as many samples a second as one "
-                f"of {self.base_devices:,}, which divide less of the model's own work ({how})"
+                f"no scaling efficiency: a device of {self.devices:,} computes {self.ratio:.3g} × as many samples a second as "
+                f"one of {self.base_devices:,}, which divide less of the model's own work ({how})"
             )
         return f"scaling efficiency {self.efficiency:.0%} on {self.devices:,} devices, against {base} ({how})"
 
@@ -86,8 +86,8 @@ def base_devices(program: Compiled) -> int:
 
 
 def measured_scaling(program: Compiled, step_s: float, base: Compiled, base_step_s: float) -> Scaling:
-    """The scaling of a measured step. base: a program for fewer devices, whose step was measured too. Raises InputError where it has
-    other numbers of samples on a device."""
+    """The scaling of a measured step. base: a program for fewer devices, whose step was measured too. Raises InputError where
+    it has another number of samples on a device."""
     wanted = Fraction(samples(program) * base.cluster.size, program.cluster.size)
     if samples(base) != wanted:
         raise InputError(
