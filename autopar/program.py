@@ -172,7 +172,8 @@ class ParallelProgram(Compiled):
         path: a folder, or the file. The result says what was written, which decisions the format leaves out, and (price) what
         the exported layout costs beside the plan, in seconds and bytes. Raises InputError, EmitError.
         """
-        return export_plan(self, format, Path(path), self.compile_again if price else None, over_bytes)
+        again = self.compile_again if price else None
+        return export_plan(self, format, Path(path), again, lambda exported: over_bytes(exported, self.options))
 
     @with_cpu_as_default
     def what_if(self, **changes: Any) -> WhatIf[ParallelProgram]:

@@ -27,7 +27,7 @@ from autopar.exchange.to_options import differences, options_of
 from autopar.ir.text import size_text, time_text
 from autopar.options import Options
 from autopar.program import ParallelProgram
-from autopar.report.answer import device_room, rate_text, work_facts
+from autopar.report.answer import rate_text, room_facts, work_facts
 from autopar.report.better_plans import Better, better_plans
 
 EXAMPLE = "autopar price examples/ds_config.json --model examples.command_line:step --cluster dgx-h100"
@@ -83,16 +83,16 @@ def priced(args: argparse.Namespace) -> dict[str, Any]:
     facts = {
         "ranks": cluster.size,
         "layout": {name: str(value) for name, value in layout.said().items() if name != "modules"},
-        **_prediction(program),
+        **_prediction(program, given or Options()),
         "priced_with": list(differences(layout)),
         "meaningless": dict(read.unknown),
     }
     return facts | ({} if args.alone else {"better": _better(program, layout, given or Options())})
 
 
-def _prediction(program: Compiled) -> dict[str, Any]:
-    """Seconds, tokens per second, utilisation and bytes of a program."""
-    work, room = work_facts(program), device_room(program)
+def _prediction(program: Compiled, given: Options) -> dict[str, Any]:
+    """Seconds, tokens per second, utilisation and bytes of a program. given: the options that say how much memory there is."""
+    work, room = work_facts(program), room_facts(program, given)
     return {
         "step_time_s": program.predicted.step_time_s,
         "tokens_per_s": work.tokens_per_s,
@@ -107,15 +107,19 @@ def _prediction(program: Compiled) -> dict[str, Any]:
 def _better(program: ParallelProgram, layout: Layout, given: Options) -> dict[str, Any] | None:
     """The nearest plan that is better, and the best; None where there is none."""
     found = better_plans(program, layout, given, program.compile_again)
-    return None if found is None else dict(zip(("nearest", "best"), map(_described, found), strict=True))
+    return (
+        None
+        if found is None
+        else dict(zip(("nearest", "best"), (_described(one, given) for one in found), strict=True))
+    )
 
 
-def _described(better: Better) -> dict[str, Any]:
+def _described(better: Better, given: Options) -> dict[str, Any]:
     """A better plan, and what it changes."""
     changes = {name: [str(before), str(after)] for name, (before, after) in better.changes.items()}
     return {
         "degrees": dict(better.degrees),
-        **_prediction(better.program),
+        **_prediction(better.program, given),
         "changes": changes,
         "also": list(better.also),
     }

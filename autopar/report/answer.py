@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 
-from autopar.cluster import ClusterSpec
 from autopar.cluster.device import DeviceSpec
 from autopar.cluster.process import fragmentation, taken_bytes
 from autopar.codegen.pipeline import batch_shapes
@@ -30,6 +29,8 @@ CAUSES = {
 """Names of the parts of `Spent`, in their order."""
 SHOWN = 0.05
 """Causes of less than this share of a difference are not named."""
+TIED = 1e-6
+"""Share of a step up to which two plans are as fast as each other."""
 
 
 def batch_of(ir: Program, microbatches: int) -> tuple[int | None, int | None]:
@@ -56,40 +57,32 @@ def work_facts(program: Compiled) -> WorkFacts:
     )
 
 
-def room_facts(program: Compiled) -> RoomFacts:
-    """The memory of the device that is fullest, by share, as the search held plans against it."""
-    return _fullest(program, program.options)
-
-
-def device_room(program: Compiled) -> RoomFacts:
-    """The same of the device's own memory, whatever the options say: layouts of others are compiled as if there were more."""
-    return _fullest(program, replace(program.options, memory_bytes=None))
-
-
-def _fullest(program: Compiled, options: Options) -> RoomFacts:
+def room_facts(program: Compiled, given: Options | None = None) -> RoomFacts:
+    """The memory of the device that is fullest, by share, as the search held plans against it. given: the options that say how
+    much there is, where the program was compiled whether it fits or not; else its own."""
     counted, cluster = program.account, program.cluster
     rooms: list[RoomFacts] = []
     for group, peak, on_kinds in zip(program.lowered.graph.groups, counted.peaks, counted.peaks_on_kinds, strict=True):
         mesh = program.plan.stages[group[0]].mesh
         kinds = [(cluster.device(rank), nbytes) for rank, nbytes in on_kinds.items()]
         for device, nbytes in kinds or [(cluster.pace(mesh.offset, mesh.size), peak)]:
-            rooms.append(_room(program.cluster, options, device, dict(mesh.axes), nbytes))
+            rooms.append(_room(program, given or program.options, device, dict(mesh.axes), nbytes))
     return max(rooms, key=lambda one: one.needed_bytes / one.device_bytes)
 
 
-def over_bytes(program: Compiled) -> float:
-    """Bytes that the fullest device of a program lacks; negative where it has room."""
-    room = device_room(program)
+def over_bytes(program: Compiled, given: Options | None = None) -> float:
+    """Bytes that the fullest device of a program lacks; negative where it has room. given: as of `room_facts`."""
+    room = room_facts(program, given)
     return room.needed_bytes - room.device_bytes
 
 
-def _room(cluster: ClusterSpec, options: Options, device: DeviceSpec, axes: dict[str, int], nbytes: float) -> RoomFacts:
+def _room(program: Compiled, options: Options, device: DeviceSpec, axes: dict[str, int], nbytes: float) -> RoomFacts:
     """The memory of a device on which tensors take so many bytes."""
     if options.memory_bytes is not None:
         return RoomFacts(f"{device.name}, as Options.memory_bytes says", {}, nbytes, float(options.memory_bytes))
     memory_bytes = device.memory_bytes * options.memory_fraction
     name = device.name if options.memory_fraction == 1 else f"{device.name}, as Options.memory_fraction says"
-    causes = taken_bytes(cluster, axes, device, memory_bytes)
+    causes = taken_bytes(program.cluster, axes, device, memory_bytes)
     if lost := fragmentation(device) * nbytes:
         causes["gaps of the allocator"] = lost
     return RoomFacts(name, causes, nbytes + sum(causes.values()), memory_bytes)
@@ -142,22 +135,29 @@ def rate_text(tokens_per_s: float) -> str:
 
 
 def why_not(other: Alternative, program: Compiled) -> str:
-    """Why a plan that was looked at was not chosen: by how much it is slower, and what makes it so."""
-    own_s, other_s = program.decision.predicted.step_time_s, other.predicted.step_time_s
-    more_s, own_bytes, other_bytes = other_s - own_s, program.decision.predicted.peak_bytes, other.predicted.peak_bytes
-    held = other_bytes - own_bytes
+    """Why a plan that was looked at was not chosen: by how much it is slower, and what makes it so. A plan that was not lowered
+    is as the solver prices it, and messages that overlap with computing, which are found afterwards, could make it faster."""
+    own, others = program.decision.predicted, other.predicted
+    more_s, held = others.step_time_s - own.step_time_s, size_difference(others.peak_bytes - own.peak_bytes)
+    priced = " as it is priced before overlap is looked for" if other.spent is None else ""
+    if abs(more_s) <= TIED * own.step_time_s:
+        return f"as fast{priced}, and it holds {held}"
     if other.short_bytes > 0:
         return (
             f"does not fit: {size_text(other.short_bytes)} more than a rank has room for ({time_text(-more_s)} faster)"
         )
-    if more_s <= 0:
-        amount = f"{size_text(held)} more" if held > 0 else f"{size_text(-held)} less"
-        kind = "its bound is" if other.spent is None else "it is"
-        return f"{kind} {time_text(-more_s)} below the plan's step, and it holds {amount}"
+    if more_s < 0:
+        return f"{time_text(-more_s)} below the plan's step{priced}, and it holds {held}"
     if other.spent is None:
-        return f"at least {time_text(more_s)} slower, by a bound on its step"
-    causes = cause_texts(spent(program.account), other.spent)
-    return f"{time_text(more_s)} slower: {', '.join(causes)}"
+        return f"{time_text(more_s)} slower{priced}"
+    return f"{time_text(more_s)} slower: {', '.join(cause_texts(spent(program.account), other.spent))}"
+
+
+def size_difference(more_bytes: float) -> str:
+    """`8.1 GB less`, `1 kB more` or `as many bytes`."""
+    if abs(more_bytes) < 0.5:
+        return "as many bytes"
+    return f"{size_text(abs(more_bytes))} {'more' if more_bytes > 0 else 'less'}"
 
 
 def cause_texts(before: Spent, after: Spent) -> list[str]:

@@ -58,7 +58,7 @@ def better_plans(
     meets a request.
     """
     candidates = _candidates(program.request, layout, given, compile_again)
-    found = [_compared(other, program) for other in candidates if _beats(other, program)]
+    found = [_compared(other, program) for other in candidates if _beats(other, program, given)]
     if not found:
         return None
     return min(found, key=lambda one: (one.decisions, one.step_s)), min(found, key=lambda one: one.step_s)
@@ -91,10 +91,10 @@ def _all_free(layout: Layout, given: Options) -> Options:
     return replace(given, precision=layout.precision or None, explain_s=0.0)
 
 
-def _beats(other: Compiled, program: Compiled) -> bool:
+def _beats(other: Compiled, program: Compiled, given: Options) -> bool:
     """Whether a plan fits, and is faster or has what it beats not fit."""
     faster = other.predicted.step_time_s < program.predicted.step_time_s * (1 - FASTER)
-    return over_bytes(other) <= 0 and (faster or over_bytes(program) > 0)
+    return over_bytes(other, given) <= 0 and (faster or over_bytes(program, given) > 0)
 
 
 def _compared(other: Compiled, program: Compiled) -> Better:

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from autopar.compiled import Compiled
 from autopar.exchange.patterns import patterns_of
-from autopar.ir.text import size_text
 from autopar.passes.account.spent import spent
 from autopar.plan import ParameterPlan, Plan
-from autopar.report.answer import CAUSES, cause_texts, parts
+from autopar.report.answer import CAUSES, cause_texts, parts, size_difference
 
 HIDDEN = "messages, hidden"
 MOST_PATTERNS = 12
@@ -70,11 +69,7 @@ def _sentence(before: Compiled, after: Compiled, steps: tuple[float, float], pea
         else f"{abs(share):.0%} {'slower' if share > 0 else 'faster'}".replace("%", " %")
     )
     held = peaks[1] - peaks[0]
-    room = (
-        f"{size_text(abs(held))} {'more' if held > 0 else 'less'}"
-        if abs(held) >= _LITTLE * peaks[0]
-        else "as many bytes"
-    )
+    room = size_difference(held if abs(held) >= _LITTLE * peaks[0] else 0.0)
     causes = cause_texts(spent(before.account), spent(after.account)) if pace != "as fast" else []
     if (sent := _most_sent(before, after, share > 0)) and causes and causes[0].endswith(_MESSAGES):
         causes[0] += f" (most of all {sent})"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TypeVar
 
 import torch
 
@@ -21,6 +22,7 @@ from autopar.ops.registry import Grouped, OpDef, find
 from autopar.passes.price.mixtures import moved_bytes, work_share
 from autopar.passes.rules.memo import Memo
 
+Price = TypeVar("Price")
 _PLAIN = OpDef()
 _COMPUTABLE = ("float64", "float32", "bfloat16", "float16")
 
@@ -50,15 +52,6 @@ class Roofline:
 NOTHING_BOUND = Roofline()
 
 
-class _Kernel(NamedTuple):
-    """A kernel on a block. work: arguments of `compute.op_time_s`; the other seconds come on top."""
-
-    work: dict[str, Any]
-    merging_s: float
-    filled_s: float
-    drawn_s: float
-
-
 @dataclass(frozen=True, eq=False)
 class OpSeconds:
     """An op to be priced on a mesh of devices. memo: of the task's prices."""
@@ -84,21 +77,21 @@ class OpSeconds:
         """Seconds on one rank. parts: into how many every factor is cut (`Rule.parts`)."""
         if self._facts.free:
             return 0.0
-        kernel = self._kernel(parts, strategy)
-        return kernel.merging_s + kernel.filled_s + kernel.drawn_s + self.memo[compute.op_time_s](**kernel.work)
+        work_s, merging_s, filled_s, drawn_s = self._read(parts, strategy, self.memo[compute.op_time_s])
+        return merging_s + filled_s + drawn_s + work_s
 
     def limits_on_block(self, parts: Parts, strategy: Strategy) -> Roofline:
         """The same seconds by what bounds them."""
         if self._facts.free:
             return NOTHING_BOUND
-        kernel = self._kernel(parts, strategy)
-        seconds, launch_s, moved_s, memory_bound = compute.kernel_seconds(**kernel.work)
-        own_s = seconds - launch_s - moved_s
-        memory_s = kernel.merging_s + kernel.filled_s + moved_s + (own_s if memory_bound else 0.0)
-        return Roofline(kernel.drawn_s + (0.0 if memory_bound else own_s), memory_s, launch_s)
+        kernel, merging_s, filled_s, drawn_s = self._read(parts, strategy, compute.kernel_seconds)
+        own_s = kernel.seconds - kernel.launch_s - kernel.moved_s
+        memory_s = merging_s + filled_s + kernel.moved_s + (own_s if kernel.memory_bound else 0.0)
+        return Roofline(drawn_s + (0.0 if kernel.memory_bound else own_s), memory_s, kernel.launch_s)
 
-    def _kernel(self, parts: Parts, strategy: Strategy) -> _Kernel:
-        """The kernel that the op is on a block, as `costmodel.compute` takes it."""
+    def _read(self, parts: Parts, strategy: Strategy, price: Callable[..., Price]) -> tuple[Price, float, float, float]:
+        """The price of the kernel that the op is on a block, and the seconds that merging, filling and drawing add to it.
+        price: `compute.op_time_s` or `compute.kernel_seconds`, which take the same."""
         facts, call, device, software = self._facts, self.call, self.device, self.software
         flops, kind, groups = self._work
         share = self.rule.work_parts(strategy, self.mesh)
@@ -116,19 +109,19 @@ class OpSeconds:
         merging_s = compute.merging_time_s(device, call.op, **vars(merged)) if merged is not None else 0.0
         drawn = facts.drawn(call, device.runs_as) if facts.drawn else None
         drawn_s = 0.0 if drawn is None else compute.drawing_time_s(device, drawn.instructions * imbalance / share)
-        work = {
-            "device": device,
-            "flops": work_share(grouped, software) * flops * (drawn.products if drawn else 1.0) * imbalance / share,
-            "nbytes": sum(moved),
-            "dtype": self._dtype,
-            "kind": kind,
-            "shape": facts.dims(call, parts, share) if facts.dims else _product(groups, self.rule, parts),
-            "eager": software.kernels != "fused",
-            "op": call.op,
-            "reached": self._reached(kind, parts) * (software.constants.grouped_share if grouped is not None else 1.0),
-            "moved_bytes": moved_bytes(grouped, software, along, device.runs_as),
-        }
-        return _Kernel(work, merging_s, filled_s, drawn_s)
+        kernel = price(
+            device,
+            flops=work_share(grouped, software) * flops * (drawn.products if drawn else 1.0) * imbalance / share,
+            nbytes=sum(moved),
+            dtype=self._dtype,
+            kind=kind,
+            shape=facts.dims(call, parts, share) if facts.dims else _product(groups, self.rule, parts),
+            eager=software.kernels != "fused",
+            op=call.op,
+            reached=self._reached(kind, parts) * (software.constants.grouped_share if grouped is not None else 1.0),
+            moved_bytes=moved_bytes(grouped, software, along, device.runs_as),
+        )
+        return kernel, merging_s, filled_s, drawn_s
 
     def _reached(self, kind: str, parts: Parts) -> float:
         """The share of a product's rate that is left by how its tensors' rows lie, on the rank with the slowest kernel: where

@@ -28,7 +28,7 @@ from autopar.report.advice.limits import predicted_limits
 from autopar.report.advice.mismatch import as_measured, mismatches
 from autopar.report.advice.planned import WORTH, limits_of, planned, saved_advice
 from autopar.report.advice.replanned import Replanner
-from autopar.report.advice.scaling import Bases, Scaling
+from autopar.report.advice.scaling import Bases, Scaling, measured_scaling
 from autopar.report.facts import facts
 from autopar.report.predicted_vs_measured import Profile
 from autopar.report.program_facts import ProgramFacts
@@ -251,8 +251,7 @@ def test_more_microbatches_make_the_bubble_of_the_closed_form(pipeline: autopar.
     actions = found.gain * (2 * m + 1) / (2 * m) / ((m + 1) / m)
     assert actions == pytest.approx(1.0, rel=0.05)
     assert "needs global batch 128, which changes what is computed" in str(found)
-    one = compiled(1, 64, 512).predicted.step_time_s
-    assert found.efficiency_after == pytest.approx(one / found.step_after_s, rel=1e-12)
+    assert (found.efficiency_before, found.efficiency_after) == (None, None)
     fresh = compiled(2, 128, 512, pp=2, microbatches=4, schedule="1f1b", strategy="dp")
     assert found.step_after_s == fresh.predicted.step_time_s
     assert found.step_before_s == pipeline.predicted.step_time_s
@@ -301,6 +300,24 @@ def test_scaling_is_throughput_of_a_device_over_that_of_the_base(sharded: autopa
     expected = (8 / sharded.predicted.step_time_s / 2) / (4 / one.predicted.step_time_s)
     assert found.efficiency == pytest.approx(expected, rel=1e-12)
     assert (found.devices, found.base_devices, found.measured) == (2, 1, False)
+
+
+def test_devices_that_are_faster_than_their_base_have_no_efficiency():
+    """What four devices divide is more than what two samples on each of them are."""
+    program = compiled(4, 8, 2048)
+    found = Bases(Replanner(program, program.compile_again)).scaling(program)
+    assert isinstance(found, Scaling)
+    assert found.ratio > 2
+    assert found.efficiency is None
+    assert "%" not in str(found)
+    assert "as one of 1, which divide less" in str(found)
+
+
+def test_a_measured_base_has_as_many_samples_on_a_device(sharded: autopar.ParallelProgram):
+    one = compiled(1, 4)
+    assert measured_scaling(sharded, 2.0, one, 1.0).ratio == pytest.approx(0.5)
+    with pytest.raises(InputError, match=r"a batch of 8 on 1 devices; .* which are 4 here"):
+        measured_scaling(sharded, 2.0, compiled(1, 8), 1.0)
 
 
 def test_the_doctor_says_the_advice_of_a_saved_program(

@@ -54,7 +54,7 @@ def test_the_nearest_plan_changes_the_fewest_decisions(monkeypatch: pytest.Monke
 def test_a_layout_that_does_not_fit_is_beaten_by_what_fits() -> None:
     layout = Layout(dp=8, micro_batch=2, global_batch=16)
     program = compiled(layout, 16384, 24)
-    assert over_bytes(program) > 0
+    assert over_bytes(program, autopar.Options()) > 0
     found = better_plans(program, layout, autopar.Options(), program.compile_again)
     assert found is not None
     assert all(over_bytes(one.program) <= 0 for one in found)

@@ -14,6 +14,8 @@ from torch import nn
 
 import autopar
 from autopar.compiled import Alternative, short_bytes
+from autopar.ir.text import time_text
+from autopar.passes.account.spent import spent
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.report.answer import why_not
 
@@ -83,9 +85,20 @@ def test_a_faster_plan_that_does_not_fit_lost_for_want_of_room() -> None:
     other = Alternative("other", made.plan, replace(made.predicted, step_time_s=own_s / 2), short_bytes=3e6)
     assert why_not(other, made).startswith("does not fit: 3 MB more than a rank has room for")
     assert "does not fit" not in why_not(replace(other, short_bytes=0.0), made)
+    assert why_not(replace(other, short_bytes=0.0), made).startswith(f"{time_text(own_s / 2)} below the plan's step")
     cluster = made.cluster
     lowered = PricedPlan(made.plan, None, made.lowered, made.account)  # type: ignore[arg-type]
     task: Any = SimpleNamespace(cluster=cluster, short_bytes=lambda plan, counted: 5.0)
     assert short_bytes(task, lowered, 2 * own_s) == 5.0
     assert short_bytes(task, lowered, own_s) == 0.0
     assert short_bytes(task, replace(lowered, account=None), 2 * own_s) == 0.0
+
+
+def test_plans_that_tie_and_plans_that_are_only_priced_are_told_as_what_they_are() -> None:
+    made = program(mesh={"dp": 2}, strategy="zero3")
+    own = made.predicted
+    tied = Alternative("other", made.plan, replace(own, step_time_s=own.step_time_s * (1 - 1e-12)), spent(made.account))
+    assert why_not(tied, made) == "as fast, and it holds as many bytes"
+    slower = replace(tied, predicted=replace(own, step_time_s=2 * own.step_time_s), spent=None)
+    more = time_text(own.step_time_s)
+    assert why_not(slower, made) == f"{more} slower as it is priced before overlap is looked for"

@@ -44,8 +44,8 @@ class GroupAdvice:
 class Suggestion:
     """A change that is better. limit: that it moves; options: fields of Options that are others; batch_before, batch_after:
     samples of a step; alters: how what is computed changes ("": not at all). step_before_s, step_after_s: predicted, or
-    measured where the change is one of the loader (limit "input"); efficiency_before, efficiency_after: of scaling, where it
-    is known."""
+    measured where the change is one of the loader (limit "input"); efficiency_before, efficiency_after: of scaling, where both
+    are known and the batch is the same."""
 
     text: str
     limit: str
@@ -134,6 +134,7 @@ class Advice:
             if scaling is None
             else {
                 "efficiency": scaling.efficiency,
+                "ratio": scaling.ratio,
                 "devices": scaling.devices,
                 "base_devices": scaling.base_devices,
                 "samples_per_device_s": scaling.rate,

@@ -162,8 +162,11 @@ def planned(
 
 
 def _efficiency(bases: Bases[P], base: Compiled, other: Compiled, times: int) -> dict[str, Any]:
-    """The scaling efficiencies of two programs, where both are known. times: as large the batch of the other is."""
-    before, after = bases.scaling(base), bases.scaling(other, times)
+    """The scaling efficiencies of two programs, where both are known. times: as large the batch of the other is, whose efficiency
+    has another base where that is not 1."""
+    if times != 1:
+        return {}
+    before, after = bases.scaling(base), bases.scaling(other)
     if isinstance(before, str) or isinstance(after, str):
         return {}
     return {"efficiency_before": before.efficiency, "efficiency_after": after.efficiency}

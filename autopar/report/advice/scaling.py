@@ -6,6 +6,9 @@ The base is one node of the cluster, or one device where the cluster is one node
 samples each, so its batch is smaller, and mesh, stages and microbatches are the best for it: what the ratio loses is what
 messages, bubbles and waiting for others take beyond those of one node. Both steps are measured, or both are predicted by the
 price of every plan.
+
+The base has to itself what more devices divide, such as the optimizer's update, so the ratio can be above 1. It is no efficiency
+then, and is told as what it is. Batches of other sizes have other bases, so their efficiencies are not compared.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import Any, Generic, TypeVar
 from autopar.capture.examples.inputs import batch_size
 from autopar.cluster import resized
 from autopar.compiled import Compiled
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, InputError
 from autopar.options import Options
 from autopar.report.advice.replanned import Replanner
 
@@ -31,6 +34,8 @@ FREE: dict[str, Any] = {
     "stage_boundaries": None,
 }
 """Options that leave mesh and stages to the search."""
+WHOLE = 1.005
+"""The largest ratio that is shown as 100 %."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +49,23 @@ class Scaling:
     measured: bool = False
 
     @property
-    def efficiency(self) -> float:
+    def ratio(self) -> float:
         """The ratio of the two rates."""
         return self.rate / self.base_rate
+
+    @property
+    def efficiency(self) -> float | None:
+        """The ratio where it is an efficiency; None where the base is slower, device by device."""
+        return self.ratio if self.ratio <= WHOLE else None
 
     def __str__(self) -> str:
         how = "measured" if self.measured else "predicted"
         base = "1 device" if self.base_devices == 1 else f"{self.base_devices:,} devices"
+        if self.efficiency is None:
+            return (
+                f"no scaling efficiency: a device of {self.devices:,} computes {self.ratio:.3g} × as many samples a second as "
+                f"one of {self.base_devices:,}, which divide less of the model's own work ({how})"
+            )
         return f"scaling efficiency {self.efficiency:.0%} on {self.devices:,} devices, against {base} ({how})"
 
 
@@ -71,7 +86,14 @@ def base_devices(program: Compiled) -> int:
 
 
 def measured_scaling(program: Compiled, step_s: float, base: Compiled, base_step_s: float) -> Scaling:
-    """The scaling of a measured step. base: a program for fewer devices, whose step was measured too."""
+    """The scaling of a measured step. base: a program for fewer devices, whose step was measured too. Raises InputError where
+    it has another number of samples on a device."""
+    wanted = Fraction(samples(program) * base.cluster.size, program.cluster.size)
+    if samples(base) != wanted:
+        raise InputError(
+            f"advice: baseline= has a batch of {samples(base)} on {base.cluster.size} devices; scaling is beside as many "
+            f"samples on each device, which are {float(wanted):g} here: compile the baseline with that batch"
+        )
     return Scaling(
         rate_of(program, step_s), program.cluster.size, rate_of(base, base_step_s), base.cluster.size, measured=True
     )
@@ -82,20 +104,19 @@ class Bases(Generic[P]):
 
     def __init__(self, replanner: Replanner[P]) -> None:
         self._replanner = replanner
-        self._base_s: dict[tuple[str, int], float | str] = {}
+        self._base_s: dict[str, float | str] = {}
 
-    def scaling(self, program: Compiled, times: int = 1) -> Scaling | str:
-        """The scaling of a program of the request under some options, for a batch that is so many times as large; or, in words,
-        why there is none."""
+    def scaling(self, program: Compiled) -> Scaling | str:
+        """The scaling of a program of the request under some options; or, in words, why there is none."""
         base, ranks = base_devices(program), program.cluster.size
         if ranks == 1:
             return "one device is its own base"
         if samples(program) * base % ranks:
             return f"a batch of {samples(program)} on {ranks} devices is no whole number of samples on {base}"
         options = replace(program.options, **FREE, microbatches=None, order=None, constraints={})
-        key = (repr(options), times)
+        key = repr(options)
         if key not in self._base_s:
-            self._base_s[key] = self._planned_s(options, base, Fraction(times * base, ranks))
+            self._base_s[key] = self._planned_s(options, base, Fraction(base, ranks))
         base_s = self._base_s[key]
         if isinstance(base_s, str):
             return base_s
