@@ -3,6 +3,8 @@
 `autopar.passes.search.one_mesh.joint` counts bytes that rest and that backward waits for; bytes that live for a moment
 are known after lowering only. So what the joint search may use is found by bisection, between the bytes (as it counts
 them) of a plan whose peak fits and those of one whose peak does not; at last as if a plan needed as much beside them as the best.
+It ends where the plan that does not fit is hardly faster, and budgets under which there is nothing new are followed by larger
+ones.
 """
 
 from __future__ import annotations
@@ -46,45 +48,47 @@ def fastest_within_limit(task: Task, joint: JointSearch, useless_from_s: float =
     plans that count far too many bytes are not lowered: their peaks are taken to be that.
     """
     best: tuple[float, PricedPlan] | None = None  # with the bytes that its point counts
-    too_many_bytes = least_peak = math.inf
+    too_large: Point | None = None
+    least_peak, without_more = math.inf, 0.0
     point, first = joint.fastest, 0
-    limit = task.limit_at(point.problem.mesh)
+    limit, is_new = task.limit_at(point.problem.mesh), True
     if point.nbytes > limit * _HOPELESS:
-        too_many_bytes, point, first = point.nbytes, joint.smallest(), 1
+        too_large, point, first = point, joint.smallest(), 1
     for attempt in range(first, _TRIES + 1):
-        if point.nbytes > limit * _HOPELESS:
+        if is_new:
             peak = point.nbytes
-        else:
-            candidate = finished(task, candidate_at(task, point, joint.fastest.seconds))
-            peak = account_of(candidate).peak_bytes
-        least_peak = min(least_peak, peak)
-        if peak > limit:
-            too_many_bytes = min(too_many_bytes, point.nbytes)
-        elif best is None or candidate.step_s < best[1].step_s:
-            best = point.nbytes, candidate
+            if peak <= limit * _HOPELESS:
+                candidate = finished(task, candidate_at(task, point, joint.fastest.seconds))
+                peak = account_of(candidate).peak_bytes
+            least_peak = min(least_peak, peak)
+            if peak > limit:
+                too_large = point if too_large is None or point.nbytes < too_large.nbytes else too_large
+            elif best is None or candidate.step_s < best[1].step_s:
+                best = point.nbytes, candidate
         if best is None:
-            if attempt:
+            smallest = joint.smallest()
+            if attempt or smallest is point:
                 break
-            following = joint.smallest()
-        elif too_many_bytes == math.inf or _little_to_gain(joint, *best, too_many_bytes):
+            point = smallest
+            continue
+        if attempt == _TRIES or too_large is None or _little_to_gain(best[1], too_large):
             break
+        budget = (max(best[0], without_more) + too_large.nbytes) / 2
+        if attempt == _TRIES - 1:
+            budget = min(best[0] + limit - account_of(best[1]).peak_bytes, too_large.nbytes)
+        result = joint.within(budget, useless_from_s=useless_from_s)
+        following = point if isinstance(result, Shortage) else result
+        is_new = following is not point and following.nbytes > best[0]
+        if is_new:
+            point = following
         else:
-            budget = (best[0] + too_many_bytes) / 2
-            if attempt == _TRIES - 1:
-                budget = min(best[0] + limit - account_of(best[1]).peak_bytes, too_many_bytes)
-            result = joint.within(budget, useless_from_s=useless_from_s)
-            following = joint.smallest_so_far if isinstance(result, Shortage) else result
-        if following is point or (best is not None and following.nbytes <= best[0]):
-            break
-        point = following
+            without_more = budget
     return best[1] if best is not None else Shortage(least_peak, ())
 
 
-def _little_to_gain(joint: JointSearch, nbytes: float, candidate: PricedPlan, too_many_bytes: float) -> bool:
-    """Whether more bytes, up to those that are known to be too many, would make a plan hardly faster."""
-    cost_s = candidate.solution.cost
-    by_price_s = joint.price * (too_many_bytes - nbytes) if joint.price else math.inf
-    return min(cost_s - joint.fastest.seconds, by_price_s) <= _LITTLE * cost_s
+def _little_to_gain(candidate: PricedPlan, too_large: Point) -> bool:
+    """Whether a plan is hardly slower than a point of more bytes than fit, which what lies between does not beat."""
+    return candidate.solution.cost - too_large.seconds <= _LITTLE * candidate.solution.cost
 
 
 def candidate_at(task: Task, point: Point, bound_s: float) -> PricedPlan:

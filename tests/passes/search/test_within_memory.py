@@ -128,19 +128,43 @@ def test_where_the_smallest_counts_far_too_many_bytes_nothing_is_lowered() -> No
     assert (found.least_bytes, lowered) == (10, [])
 
 
-def test_a_hull_without_points_between_ends_at_once() -> None:
+def test_a_hull_without_points_between_is_asked_and_nothing_is_lowered_twice() -> None:
     class TwoPoints(HandJoint):
         def within(self, budget: float, useless_from_s: float) -> HandPoint:
             self.asked.append(budget)
             return HandPoint(self.least)
 
-    joint = TwoPoints()
-    assert fitted(joint, 90.0).point.nbytes == 10
-    assert joint.asked == [0.0, 55.0]
+    joint, lowered = TwoPoints(), list[float]()
+    assert fitted(joint, 90.0, lowered).point.nbytes == 10
+    assert joint.asked[:3] == [0.0, 55.0, 77.5]
+    assert lowered == [10]
+
+
+def test_budgets_above_one_that_has_nothing_new_are_looked_at() -> None:
+    """Points count 10, 70 or 100 bytes: 55 have no more than 10, and 77 have the 70 that fit."""
+
+    class Step(HandJoint):
+        def within(self, budget: float, useless_from_s: float) -> HandPoint:
+            self.asked.append(budget)
+            return HandPoint(70 if budget >= 70 else 10)
+
+    lowered: list[float] = []
+    assert fitted(Step(), 105.0, lowered).point.nbytes == 70
+    assert lowered == [100, 10, 70]
+
+
+def test_what_a_byte_costs_at_another_budget_stops_nothing() -> None:
+    """Bytes are nearly free where the first budget is, and dear where the plan that fits is."""
+
+    class Flat(HandJoint):
+        def within(self, budget: float, useless_from_s: float) -> HandPoint:
+            self.price = 1e-12
+            return super().within(budget, useless_from_s)
+
+    assert fitted(Flat(), 60.0).point.nbytes == 37
 
 
 def test_what_would_be_hardly_faster_is_not_looked_for() -> None:
-    joint = HandJoint(most=100, least=100 - 1)
-    joint.price = 1e-9
-    assert fitted(joint, 149.0).point.nbytes == 99
+    joint = HandJoint(most=1000, least=999)
+    assert fitted(joint, 1499.0).point.nbytes == 999
     assert joint.asked == [0.0]
