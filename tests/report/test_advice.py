@@ -303,7 +303,7 @@ def test_scaling_is_throughput_of_a_device_over_that_of_the_base(sharded: autopa
 
 
 def test_devices_that_are_faster_than_their_base_have_no_efficiency():
-    """What four devices divide is more than what two samples on each of them are."""
+    """Four devices divide more than what two samples on each of them take."""
     program = compiled(4, 8, 2048)
     found = Bases(Replanner(program, program.compile_again)).scaling(program)
     assert isinstance(found, Scaling)
