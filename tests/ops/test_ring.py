@@ -213,7 +213,7 @@ def test_a_learned_mask_gets_its_gradient_in_a_ring() -> None:
 def test_random_plans_with_rings_are_eagers() -> None:
     for order in (0, 4):
         program, model = compiled(order=order)
-        assert ringed(program, model, range(12)) >= 1
+        assert ringed(program, model, range(8, 12)) >= 1
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ def test_offload_changes_no_bit(plan: str, offload: str) -> None:
     assert same(plain.run(GPT.batch(1), steps=3), moved.run(GPT.batch(1), steps=3))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("offload", KINDS)
 @pytest.mark.parametrize("plan", ["zero3", "zb-h1"])
 @pytest.mark.parametrize("name", ["gpt2", "resnet"])

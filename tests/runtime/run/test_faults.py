@@ -225,6 +225,7 @@ def staged(out: Path, tmp_path: Path) -> Callable[..., Ended]:
     return functools.partial(stage, out, tmp_path)
 
 
+@pytest.mark.slow
 def test_without_a_fault_a_run_goes_through_and_nobody_is_named(staged):
     done = staged("nothing")
     assert done.codes == [0] * RANKS, done.said

@@ -97,13 +97,14 @@ def differences(case: Case, dtype: torch.dtype) -> list[float]:
     return [float((one - other).abs().max() / other.abs().max()) for one, other in zip(found, wanted, strict=True)]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("in_triton")
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_are_the_plain_formula(name: str) -> None:
     assert max(differences(CASES[name], F32)) < 1e-5
 
 
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("in_triton")
 @pytest.mark.parametrize("name", ["causal", "hidden"])
 @pytest.mark.parametrize("dtype", [F16, BF16])
