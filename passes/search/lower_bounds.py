@@ -7,12 +7,15 @@ pipelines that cannot fit or cannot win.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 
+from autopar.ir.call import OpCall
 from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
 from autopar.ir.resting import of_program
 from autopar.passes.price.bills import is_kernel
+from autopar.passes.price.pricer import Pricer
 from autopar.passes.recompute.least_held import least_held_bytes
 from autopar.passes.rules.hubs import phase_is_late
 from autopar.passes.search.task import Task
@@ -70,15 +73,30 @@ def template_work_s(task: Task, rank: int = 0) -> dict[str, float]:
 def least_busy_s(task: Task, mesh: Mesh) -> float:
     """Seconds that a rank is busy with one microbatch of the whole program on one mesh at least: with every call for as long as
     its products take, perfectly shared, or as the host needs to launch its kernels."""
-    program, pricer = task.program, task.pricers[mesh]
-    kinds = Counter((call.template, i in program.backward_calls) for i, call in enumerate(program.calls))
+    pricer = task.pricers[mesh]
     busy_s = 0.0
+    for ops, times in _ops(task.program):
+        products_s = sum(pricer.work_s(op, task.rules.rule(op)) for op in ops) / mesh.size
+        busy_s += times * max(products_s, _launched_s(ops, pricer))
+    return busy_s
+
+
+def host_s(task: Task, mesh: Mesh) -> float:
+    """Seconds that a host needs to launch the kernels of one microbatch of the whole program."""
+    pricer = task.pricers[mesh]
+    return sum(times * _launched_s(ops, pricer) for ops, times in _ops(task.program))
+
+
+def _ops(program: Program) -> Iterator[tuple[list[OpCall], int]]:
+    """The ops of every kind of call, and how many calls there are of it."""
+    kinds = Counter((call.template, i in program.backward_calls) for i, call in enumerate(program.calls))
     for (name, has_backward), times in kinds.items():
         template = program.templates[name]
-        ops = [template.op_calls[n.name] for n in template.ops if has_backward or not phase_is_late(n)]
-        products_s = sum(pricer.work_s(op, task.rules.rule(op)) for op in ops) / mesh.size
-        busy_s += times * max(products_s, pricer.software.launch_host_s * sum(is_kernel(op.op) for op in ops))
-    return busy_s
+        yield [template.op_calls[n.name] for n in template.ops if has_backward or not phase_is_late(n)], times
+
+
+def _launched_s(ops: list[OpCall], pricer: Pricer) -> float:
+    return pricer.software.launch_host_s * sum(is_kernel(op.op) for op in ops)
 
 
 def least_step_s(task: Task) -> float:

@@ -19,7 +19,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes.lower.cut import cut_points
 from autopar.passes.schedule import schedule_row
-from autopar.passes.search.lower_bounds import could_fit, least_busy_s, least_bytes, least_step_s
+from autopar.passes.search.lower_bounds import could_fit, host_s, least_busy_s, least_bytes, least_step_s
 from autopar.passes.search.stages.draft import Draft
 from autopar.passes.search.stages.limits import StageLimits, boundary_calls
 from autopar.passes.search.stages.submesh import (
@@ -87,7 +87,7 @@ class CutSearch:
         meshes = [
             mesh
             for mesh in self.limits.submeshes(self.task)
-            if high * least_busy_s(task, mesh) * mesh.size * share < best_s
+            if low * least_busy_s(self.submeshes.tasks.at(low), mesh) * mesh.size * share < best_s
         ]
         pairs: list[tuple[SubmeshPlan, SubmeshPlan]] = []
         best_busy_s = math.inf
@@ -103,8 +103,12 @@ class CutSearch:
                 at_high = plans.on(high, mesh)
                 busy_s = self._busy_s(at_high) if at_high is not None else math.inf
                 best_busy_s = min(best_busy_s, busy_s)
-                # Even as a pipeline without bubble, in any memory; or much longer than on the best submesh so far.
-                if high * busy_s >= best_s or (busy_s > _BUSY * best_busy_s and not self.limits.mixed):
+                # Even as a pipeline without bubble, in any memory, were there fewer microbatches to launch; or much longer than on
+                # the best submesh so far.
+                launched_s = host_s(task, mesh) * mesh.size * share
+                if high * busy_s - (high - low) * launched_s >= best_s or (
+                    busy_s > _BUSY * best_busy_s and not self.limits.mixed
+                ):
                     plans.leave_out(low, mesh)
                     if at_high is not None and not self.limits.mixed:
                         too_busy.add(mesh.axes)
