@@ -103,7 +103,7 @@ class CutSearch:
                 at_high = plans.on(high, mesh)
                 busy_s = self._busy_s(at_high) if at_high is not None else math.inf
                 best_busy_s = min(best_busy_s, busy_s)
-                # Even as a pipeline without bubble, in any memory, were there fewer microbatches to launch; or much longer than on
+                # Even as a pipeline without bubble, in any memory, with fewer microbatches to launch; or much longer than on
                 # the best submesh so far.
                 launched_s = host_s(task, mesh) * mesh.size * share
                 if high * busy_s - (high - low) * launched_s >= best_s or (
