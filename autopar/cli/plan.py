@@ -129,5 +129,6 @@ def facts(program: ParallelProgram) -> dict[str, Any]:
         "schedule": program.plan.schedule,
         "step_time_s": predicted.step_time_s,
         "peak_bytes": predicted.peak_bytes,
+        "energy_J": predicted.energy_J,
         "seconds": dict(program.timings),
     }

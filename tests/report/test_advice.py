@@ -10,6 +10,7 @@ import types
 from dataclasses import replace
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 from torch import nn
@@ -33,6 +34,7 @@ from autopar.report.facts import facts
 from autopar.report.predicted_vs_measured import Profile
 from autopar.report.program_facts import ProgramFacts
 from autopar.runtime.comm.recorder import Recorder, Sent, Span, StepRecord
+from tests.test_house import ROOT
 from tests.warm import torchrun
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -338,7 +340,9 @@ def test_the_doctor_says_the_advice_of_a_saved_program(
     assert capsys.readouterr().out == f"{own}\n"
     assert "a loader 2 × as fast" in str(own)
     assert doctor([str(saved), "--profile", str(tmp_path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(own.facts()))
+    told = json.loads(capsys.readouterr().out)
+    assert told == json.loads(json.dumps(own.facts()))
+    jsonschema.validate(told, json.loads((ROOT / "docs/schemas/doctor.json").read_text()))
     assert doctor([str(saved), "--profile", str(tmp_path / "none")]) == 2
     assert "cannot be read" in capsys.readouterr().err
     asked = types.ModuleType("asked")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from autopar.cli.main import main
 from tests.test_house import ROOT
 
+PLAN_SCHEMA = json.loads((ROOT / "docs" / "schemas" / "plan.json").read_text())
 PAGE = (ROOT / "docs" / "what_if.md").read_text()
 COMMANDS = re.findall(r"\| `(autopar plan [^`]*)` \|", PAGE)
 MODEL = """
@@ -92,3 +95,13 @@ def test_the_answer_stands_on_the_page(
     page = (folder / "plan.html").read_text()
     assert capsys.readouterr().out.splitlines()[0] in page
     assert answer in page
+    assert main([*words[:7], "--json"]) == 0
+    jsonschema.validate(json.loads(capsys.readouterr().out), PLAN_SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "asked", [[], ["--memory-gb", "0.0001"], ["--pareto", "--halvings", "0"]], ids=["plan", "no fit", "pareto"]
+)
+def test_json_is_as_its_schema_says(asked: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "my_model:quickly", "--cluster", "dgx-h100", *asked, "--json"])
+    jsonschema.validate(json.loads(capsys.readouterr().out), PLAN_SCHEMA)
