@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def is_program(directory: Path) -> bool:
-    """Whether a directory is a saved program, rather than that of a run."""
-    return directory.is_dir() and (current(directory) / "program.json").is_file()
+    """Whether a directory is a saved program, rather than that of a run, which keeps what it says of the program alone."""
+    return directory.is_dir() and all((current(directory) / name).is_file() for name in ("program.json", "plan.json"))
 
 
 def advised(arguments: argparse.Namespace) -> Advice:

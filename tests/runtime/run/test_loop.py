@@ -35,6 +35,7 @@ def loop_of(steps: int, training: bool = True, **how: Any) -> train_loop.Loop:
             guards=guards,
             grad_norm=None,
             extras=None,
+            recorder=None,
             next_inputs=types.SimpleNamespace(),
         )
         manifest = types.SimpleNamespace(inputs=[BatchInput(shape=(1,), dtype="float32")], show=lambda: "a program")
