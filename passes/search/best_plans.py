@@ -1,7 +1,7 @@
 """Every kind of plan that is searched for one request, best first.
 
 The kinds are: the solver's plans on one mesh of all ranks; on one mesh too, with microbatches, recompute and offload
-chosen together where memory is short; pipelines; branches side by side; the best of these in zigzag order; and the best of all
+chosen together where memory is short; pipelines; branches side by side; sequences in zigzag order; and the best of all
 these on fewer ranks, where that could be faster. Each kind is bounded by the best plan of those before it, so whichever is likely
 to win goes first and the others are soon ruled out: pipelines on large clusters for batches that hold much for backward, plans on
 one mesh elsewhere.

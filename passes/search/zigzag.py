@@ -1,7 +1,11 @@
-"""The best plan that cuts rows of causal attention into blocks, once more with the sequence in zigzag order.
+"""Plans whose causal sequences are in zigzag order: every mesh where ranks share rows, then the best plan once more.
 
-With contiguous blocks the rank with the last rows does up to twice the work of the mean, in order all do as much. The same
-program in order is planned on the same mesh, or in the same stages, so this costs one mesh of a search.
+With contiguous blocks the rank with the last rows does up to twice the work of the mean, in order all do as much. So
+the best mesh may be another one in order. One order serves all meshes: where 2n chunks balance n blocks, they balance
+those of any divisor of n, which are several of them joined. So the program in the finest order that ranks may need is
+planned on every mesh, bounded by the best plan so far. The best plan that cuts rows, of these and of those in natural
+order, is planned once more in the order of its own blocks, on the same mesh or in the same stages. Ranks that have
+rows of their own gain nothing: for these nothing is looked for.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
+from autopar.errors import CaptureError
 from autopar.ir.program import Program
 from autopar.ir.rule import factors_of
 from autopar.passes.order.dims import causal_attention
@@ -23,6 +28,7 @@ from autopar.passes.search.stages.laid_out import search_laid_out
 from autopar.passes.search.stages.submesh import SubmeshPlans
 from autopar.passes.search.task import RankedPlans, Task
 from autopar.passes.shard.priced_plan import PricedPlan
+from autopar.passes.shard.uneven import rows_of
 from autopar.plan import Plan, StagePlan
 
 MOST_GAIN = 2.0
@@ -31,14 +37,41 @@ MOST_GAIN = 2.0
 
 def search_zigzag(task: Task, batch: int, plans: RankedPlans, best_s: float) -> Iterator[RankedPlans]:
     """Plans in zigzag order that are faster than best_s, whenever there is a better one. plans: those found so far."""
+    found: RankedPlans = []
+    finest = most_ranks_a_row(plans) if task.options.strategy == "auto" else 1
+    if finest > 1:
+        with suppress(NotOrdered):  # then blocks of a plan may still be put in order
+            for found in ShortMemorySearch(TasksByCount(task.in_order(finest), batch)).plans(best_s):
+                yield found
+    for ranking in (found, plans):
+        best_s = min([best_s, *(plan.step_s for _, plan in found)])
+        for again in _best_again(task, batch, ranking, best_s):
+            found = sorted([*again, *found], key=lambda pair: pair[1].step_s)
+            yield found
+
+
+def _best_again(task: Task, batch: int, plans: RankedPlans, best_s: float) -> Iterator[RankedPlans]:
+    """The best plan that cuts rows once more in the order of its own blocks, where that is faster than best_s."""
     for owner, plan in sorted(plans, key=lambda pair: pair[1].step_s):
         order = blocks_of_rows(plan.plan, owner.program)
         if plan.step_s > MOST_GAIN * best_s:
             return
         if order > 1:
-            with suppress(NotOrdered):  # then the plans found so far are what there is
-                yield from _planned_again(task.in_order(order), batch, owner, plan, best_s)
+            if order != owner.order:
+                with suppress(NotOrdered, CaptureError):  # then the plans found so far are what there is
+                    yield from _planned_again(task.in_order(order), batch, owner, plan, best_s)
             return
+
+
+def most_ranks_a_row(plans: RankedPlans) -> int:
+    """How many ranks share a row of a microbatch at most where the program of a plan on one mesh is shared evenly; 1 where every
+    rank has rows of its own, so that batches are cut at least as well as sequences in order."""
+    shares = [1]
+    for owner, plan in plans:
+        rows, ranks = rows_of(owner.program), owner.cluster.size
+        if rows is not None and len(plan.plan.stages) == 1:
+            shares.append(ranks // math.gcd(rows, ranks))
+    return max(shares)
 
 
 def blocks_of_rows(plan: Plan, program: Program) -> int:

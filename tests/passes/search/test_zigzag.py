@@ -8,6 +8,7 @@ from torch import nn
 
 import autopar
 from autopar import ClusterSpec, Options, ParallelProgram
+from autopar.passes.search.task import Task
 from autopar.passes.search.zigzag import blocks_of_rows
 from tests.passes.order.models import Rotary, Sliced, tokens
 
@@ -15,10 +16,10 @@ LONG = 1 << 17
 NODE = ClusterSpec.preset("dgx-h100", 1)
 
 
-def planned(model: nn.Module, **options: object) -> ParallelProgram:
+def planned(model: nn.Module, cluster: ClusterSpec = NODE, **options: object) -> ParallelProgram:
     """One long sequence, by shapes alone."""
     ids = torch.zeros(1, LONG, dtype=torch.long, device="meta")
-    return autopar.compile(model.to("meta"), NODE, (ids, ids), options=Options(**options))  # type: ignore[arg-type]
+    return autopar.compile(model.to("meta"), cluster, (ids, ids), options=Options(**options))  # type: ignore[arg-type]
 
 
 @pytest.mark.few(1)
@@ -43,3 +44,20 @@ def test_whole_rows_are_left_as_they_are() -> None:
     program = autopar.compile(Rotary(), ClusterSpec.local(4), tokens(), options=Options(mesh={"dp": 4}))
     assert blocks_of_rows(program.plan, program.ir) == 1
     assert program.plan.order == 0
+
+
+def test_ranks_with_rows_of_their_own_have_no_order_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def search(task: Task, order: int) -> Task:
+        raise AssertionError("every rank has a row")
+
+    monkeypatch.setattr(Task, "in_order", search)
+    assert autopar.compile(Rotary(), ClusterSpec.local(4), tokens()).plan.order == 0
+
+
+@pytest.mark.slow
+def test_the_mesh_is_chosen_in_order() -> None:
+    """In the natural order eight blocks of rows and two of heads are fastest, in order sixteen blocks of rows."""
+    nodes = ClusterSpec.preset("dgx-a100", 2)
+    best, of_eight = planned(Rotary(LONG), nodes), planned(Rotary(LONG), nodes, order=8)
+    assert best.plan.order == blocks_of_rows(best.plan, best.ir) == 16
+    assert best.predicted.step_time_s < of_eight.predicted.step_time_s
