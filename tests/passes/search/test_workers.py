@@ -78,13 +78,14 @@ def slowly(i: int) -> tuple[int, int]:
 
 
 def shared_out() -> Callable[[], None]:
-    """A function to call in every question, in which this process goes on when another one has begun a question too."""
-    begun = mmap.mmap(-1, 1)
+    """A function to call in every question, in which a process goes on when another one has begun a question too; others wait
+    for this one no longer than ten seconds, as it may have none to begin."""
+    begun = mmap.mmap(-1, 2)
 
     def wait() -> None:
-        if os.getpid() != HERE:
-            begun[0] = 1
-        while not begun[0]:
+        here, until = os.getpid() == HERE, time.monotonic() + 10.0
+        begun[here] = 1
+        while not begun[not here] and (here or time.monotonic() < until):
             time.sleep(0.001)
 
     return wait
