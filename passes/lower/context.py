@@ -100,6 +100,7 @@ class StageContext:
             plan.overlap,
             plan.pieces,
             plan.cut,
+            plan.insists,
             self.pricer.mesh.axes,
             backward,
             self.split,
