@@ -60,6 +60,9 @@ them alone, one tile's side, a pass and a half of memory traffic per fused kerne
 messages a third is exposed where products run beside them, a fifth where whole layers do, half of expert dispatch, which its
 own products wait for. The fit starts here."""
 
+FITTED = tuple(field.name for field in fields(StepConstants) if field.name in PRIOR)
+"""The constants that published runs tell; what they do not is zero for frameworks."""
+
 FAMILIES = {
     "v100": ("matmul",),
     "a100": ("matmul", "attention"),
@@ -112,7 +115,7 @@ def curve_of_device(name: str) -> str:
 def predict(rows: Sequence[Mapping[str, Any]], params: Params) -> np.ndarray:
     """Predicted step seconds."""
     curves = curves_of(params)
-    constants = StepConstants(**{f.name: params[f.name] for f in fields(StepConstants)})
+    constants = StepConstants(**{name: params[name] for name in FITTED})
     devices = {}
     out = []
     for row in rows:
@@ -245,7 +248,7 @@ def write(params: Params) -> None:
         data["curves"][name] = {k: float(f"{v:.4g}") for k, v in asdict(curve).items()}
     CURVES.write_text(json.dumps(data, indent=1) + "\n")
     data = json.loads(CONSTANTS.read_text())
-    data["constants"] = {f.name: float(f"{params[f.name]:.4g}") for f in fields(StepConstants)}
+    data["constants"] = {name: float(f"{params[name]:.4g}") for name in FITTED}
     CONSTANTS.write_text(json.dumps(data, indent=1) + "\n")
 
 

@@ -34,7 +34,7 @@ def matmul_share(device: DeviceSpec, m: float, n: float, k: float, dtype: str = 
 def aligned_share(device: DeviceSpec, dtype: str, rows: Iterable[int]) -> float:
     """Share of its rate that a product keeps whose operands and result have rows of so many elements: those in 16 bits reach the
     fast kernels of a device where all of them are multiples of 16 bytes."""
-    if dtype_bytes(dtype) != 2:
+    if dtype == "mxfp8" or dtype_bytes(dtype) != 2:
         return 1.0
     common = math.gcd(8, *rows)
     return 1.0 if common == 8 else device.curve.odd if common == 1 else device.curve.even

@@ -69,6 +69,7 @@ def _sends(sending: Sending) -> list[Sent]:
     lambda x, w, index, scale, smoothing, each: (scale.new_empty([]), empty_like(x), empty_like(w)),
     home="losses",
     work=_work,
+    inside=("v",),
     merged=_merged,
     localize=_told,
     sends=_sends,

@@ -234,6 +234,7 @@ class OpDef:
         linear(call): groups of operands in which it is linear, beside those of its rule (which ranks are offered).
         picks: of its first operand it reads no more than it makes (a look-up, a gather).
         fills: its result is zeros where nothing of its first operand is added (the gradient of a look-up).
+        inside: factors of the rows of the matrices that its products make and it does not give.
         adds: name of the scalar argument that it adds to its only tensor.
         carries: its results are its operands moved, cast or added, so what becomes of a gradient is a gradient.
         hidden_workspace: its kernels need memory that no meta function knows; it must be run to be measured.
@@ -285,6 +286,7 @@ class OpDef:
     linear: Callable[[OpCall], list[set[int]]] | None = None
     picks: bool = False
     fills: bool = False
+    inside: tuple[str, ...] = ()
     adds: str = ""
     carries: bool = False
     hidden_workspace: bool = False

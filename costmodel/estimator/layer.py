@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from autopar.costmodel.bill import CallBill, Purpose, Work
 from autopar.costmodel.collective import dispatch_time_s, strided_shape, strided_time_s
-from autopar.costmodel.compute import attention_share, matmul_time_s
+from autopar.costmodel.compute import aligned_share, attention_share, matmul_time_s
 from autopar.costmodel.estimator.workload import LOW_PRECISIONS, Workload
 
 
@@ -112,10 +112,11 @@ def product(
 ) -> None:
     """Adds a matrix product's forward, dx and dw, `copies` of it, and the quantisation passes of low precision.
 
-    shape: (m, n, k). share: of a plain product's efficiency that this one reaches.
+    shape: (m, n, k). share: of a plain product's efficiency that this one reaches where its rows are aligned.
     """
     m, n, k = shape
     dtype = precision or w.precision
+    share *= aligned_share(w.device, dtype, (round(n), round(k)))
     seconds = copies * matmul_time_s(w.device, m, n, k, dtype) / share
     cost.F += seconds
     cost.B += seconds

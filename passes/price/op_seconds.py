@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property
+from itertools import product
 from typing import TypeVar
 
 import torch
@@ -118,33 +118,36 @@ class OpSeconds:
             shape=facts.dims(call, parts, share) if facts.dims else _product(groups, self.rule, parts),
             eager=software.kernels != "fused",
             op=call.op,
-            reached=self._reached(kind, parts) * (software.constants.grouped_share if grouped is not None else 1.0),
+            reached=self._reached(kind, strategy) * (software.constants.grouped_share if grouped is not None else 1.0),
             moved_bytes=moved_bytes(grouped, software, along, device.runs_as),
         )
         return kernel, merging_s, filled_s, drawn_s
 
-    def _reached(self, kind: str, parts: Parts) -> float:
-        """The share of a product's rate that is left by how its tensors' rows lie, on the rank with the slowest kernel: where
-        blocks are unequal, some are shorter by one."""
+    def _reached(self, kind: str, strategy: Strategy) -> float:
+        """The share of a product's rate that is left by how its tensors' rows lie, on the rank with the slowest kernel."""
         if kind != "matmul" or self.device.curve.odd == 1.0:
             return 1.0
-        rows = []
-        for last in self._rows:
-            lengths = [self.rule.factors[f].size / parts[f] for f in last]
-            rows.append(math.prod(int(n) for n in lengths))
-            if any(isinstance(parts[f], Fraction) for f in last):
-                rows.append(
-                    math.prod(int(n) - isinstance(parts[f], Fraction) for n, f in zip(lengths, last, strict=True))
-                )
+        taken = self.rule.taken(strategy, self.mesh)
+        lengths = {f: self._lengths(f, taken.get(f, ())) for last in self._rows for f in last}
+        rows = (math.prod(one) for last in self._rows for one in product(*(lengths[f] for f in last)))
         return compute.aligned_share(self.device, self._dtype, rows)
+
+    def _lengths(self, factor: str, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """The lengths of a factor's blocks, on some rank each."""
+        size = self.rule.factors[factor].size
+        if not self.mesh.uneven:
+            return (size // self.mesh.product(axes),)
+        blocks = self.mesh.blocks(size, axes)
+        return tuple(set(blocks)) if isinstance(blocks, tuple) else (blocks or size,)
 
     @cached_property
     def _rows(self) -> list[tuple[str, ...]]:
-        """The factors of the last dim of the product's matrices."""
+        """The factors of the last dim of the product's matrices, those that it does not give among them."""
         sizes = {f for factors in self._work[2] for f in factors}
         sides = zip((*self.call.operands, *self.call.results), (*self.rule.operands, *self.rule.results), strict=True)
         matrices = (labels for t, labels in sides if t is not None and labels and len(labels) > 1)
-        return [labels[-1] for labels in matrices if labels[-1] and sizes.issuperset(labels[-1])]
+        given = [labels[-1] for labels in matrices if labels[-1] and sizes.issuperset(labels[-1])]
+        return [*given, *([self._facts.inside] if self._facts.inside else [])]
 
     @cached_property
     def _facts(self) -> OpDef:

@@ -97,6 +97,22 @@ def test_rows_that_are_no_multiple_of_16_bytes_are_slower(m: int, k: int, n: int
     assert got_s - LAUNCH == pytest.approx((full_s - LAUNCH) / kept)
 
 
+def test_blocks_of_unequal_numbers_of_heads_are_as_aligned_as_heads_are() -> None:
+    """Eight heads of 64 over five ranks: three have 128 columns, two 64."""
+    call, rule = ruled(aten.mm.default, [(1024, 512), (512, 512)], (1024, 512), torch.bfloat16)
+    (factor,) = rule.operands[1][1]
+    mesh = Mesh((("tp", Shares((2, 2, 2, 1, 1))),))
+    assert mesh.blocks(512, ("tp",)) == (128, 128, 128, 64, 64)
+    plain, device = (
+        replace(DEVICE, peak_flops={"bfloat16": PEAK}, curve=c) for c in (CURVE, replace(CURVE, even=0.4, odd=0.2))
+    )
+    full_s, got_s = (
+        Pricer(ClusterSpec("test", ((5, one),), (LinkLevel("node", 5, 1e9, 1e-5),)), mesh).op_s(call, rule, (factor,))
+        for one in (plain, device)
+    )
+    assert got_s == full_s
+
+
 def test_products_measured_on_an_h100_keep_the_share_that_its_curve_says() -> None:
     """Products of 8192 to a side, less so many in one dim, beside the whole one."""
     measured = json.loads(MEASURED.read_text())["odd products"]
