@@ -31,6 +31,7 @@ ORDER = """
     costmodel
     optimizer
     capture
+    options_checks
     request
     codegen
     passes.rules

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cli.command import Commands, add, alone
-from autopar.cli.terminal import Table, show, status
+from autopar.cli.terminal import show, status
 from autopar.costmodel.calibrate import calibrate
 from autopar.errors import InputError
+from autopar.report.table import Table
 from autopar.runtime.data.whole_files import replace_file
 
 EXAMPLE = "autopar calibrate --quick --ranks 1 -o profile.json"

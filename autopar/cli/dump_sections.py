@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.cli.saved import Saved
-from autopar.cli.terminal import Block, Heading, Table
 from autopar.ir.mesh import Mesh
 from autopar.ir.text import short_op, size_text, time_text
 from autopar.plan import show_strategy
 from autopar.report.gantt import text_gantt
 from autopar.report.program_facts import FunctionFacts, ParameterFacts, TemplateFacts
+from autopar.report.table import Block, Heading, Table
 from autopar.runtime.data.fields import to_data
 
 Facts = dict[str, Any]

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from autopar.cli.saved import Saved
-from autopar.cli.terminal import Block, Heading, Table
 from autopar.ir.text import size_text, time_text
 from autopar.passes.account.collectives import Collective
 from autopar.report.answer import spent_text, work_text
 from autopar.report.program_facts import ParameterFacts
+from autopar.report.table import Block, Heading, Table
 from autopar.runtime.comm.mesh import Shares
 
 STAGES, KINDS, MESSAGES, OTHERS = 4, 6, 5, 2

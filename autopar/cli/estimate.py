@@ -15,7 +15,7 @@ from typing import Any
 from autopar.cli.cluster_argument import read_cluster
 from autopar.cli.command import Commands, add, alone
 from autopar.cli.model_config import read_config
-from autopar.cli.terminal import Table, show
+from autopar.cli.terminal import show
 from autopar.cluster import ClusterSpec
 from autopar.costmodel.estimator.search import SearchResult, reason, search
 from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
@@ -23,6 +23,7 @@ from autopar.costmodel.estimator.step import Estimate, estimate
 from autopar.costmodel.estimator.workload import StepPlan
 from autopar.costmodel.software import Software, emitted_on
 from autopar.errors import ConstraintError, InputError
+from autopar.report.table import Table
 
 _LLAMA3: dict[str, Any] = {"kv_heads": 8, "vocab": 128256, "seq_len": 8192, "gated_mlp": True}
 _GPT: dict[str, Any] = {"gated_mlp": False}

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 import autopar.api
 from autopar.errors import InputError
 from autopar.passes.search.frontier import HALVINGS
+from autopar.report.table import Block
 
 
 def add_arguments(plan: argparse.ArgumentParser) -> None:
@@ -48,8 +47,8 @@ def is_asked(args: argparse.Namespace) -> bool:
     return bool(args.pareto)
 
 
-def run(args: argparse.Namespace, asked: Mapping[str, Any]) -> str:
-    """The answer as text; the plot is written. asked: the arguments of `compile`. Raises AutoparError."""
+def run(args: argparse.Namespace, asked: Mapping[str, Any]) -> list[Block]:
+    """The answer; the plot is written. asked: the arguments of `compile`. Raises AutoparError."""
     if others := {"buckets", "entries", "pad_values", "plan"} & asked.keys():
         raise InputError(f"{args.model} gives {', '.join(sorted(others))}; --pareto plans a step alone: leave them out")
     halvings = HALVINGS if args.halvings is None else args.halvings
@@ -57,5 +56,5 @@ def run(args: argparse.Namespace, asked: Mapping[str, Any]) -> str:
     if args.plot is not None:
         found.plot(args.plot)
     if args.json:
-        return json.dumps(found.to_dict())
-    return found.show(shutil.get_terminal_size().columns if sys.stdout.isatty() else 160)
+        return [json.dumps(found.to_dict())]
+    return found.blocks()

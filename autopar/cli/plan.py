@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     arguments = asked(args)
     say = print if args.json else show
     if pareto.is_asked(args):
-        say(pareto.run(args, arguments))
+        say(*pareto.run(args, arguments))
         return 0
     try:
         program = autopar.api.compile(**arguments)

@@ -22,12 +22,13 @@ from autopar.cli import started
 from autopar.cli.command import INTERRUPTED, Commands, add, alone
 from autopar.cli.saved import Saved, read
 from autopar.cli.saved_profile import read_profile
-from autopar.cli.terminal import Table, show
+from autopar.cli.terminal import show
 from autopar.cluster import ClusterSpec
 from autopar.errors import InputError
 from autopar.ir.text import time_text
 from autopar.report.learned import learned
 from autopar.report.predicted_vs_measured import Profile
+from autopar.report.table import Table
 from autopar.runtime.comm.backends import BACKENDS
 from autopar.runtime.data.whole_files import current, replace_file
 from autopar.runtime.program.manifest import TUNED

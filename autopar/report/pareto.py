@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from autopar.cluster import ClusterSpec
 from autopar.compiled import Decision, Prediction
@@ -19,6 +15,7 @@ from autopar.passes.search.frontier import Costs, Option
 from autopar.plan import Plan
 from autopar.report.answer import batch_of, rate_text
 from autopar.report.picture import empty_picture, svg_text
+from autopar.report.table import Block, Table, plain
 
 PICTURES = (".svg", ".png")
 FAR_APART = 30.0
@@ -105,37 +102,35 @@ class Pareto:
         ]
         return {"batch": self.batch, "rows": [row.to_dict() for row in self.rows], "beaten": beaten}
 
-    def show(self, width: int = 160) -> str:
-        """A table for people, and why the others are not in it. width: characters of a line."""
+    def blocks(self) -> list[Block]:
+        """A table for people, and why the others are not in it."""
         of_batch = f" for a batch of {self.batch:,}" if self.batch is not None else ""
-        table = Table(title=f"plans that no other plan beats{of_batch}", title_justify="left")
-        for name in ("step", "peak a device", "devices", "energy a step", "tokens/s"):
-            table.add_column(name, justify="right")
-        for name in ("plan", "best in"):
-            table.add_column(name, overflow="fold")
-        for row in self.rows:
-            joules, rate = row.predicted.energy_J, row.tokens_per_s
-            table.add_row(
+        head = ("step", "peak a device", "devices", "energy a step", "tokens/s", "plan", "best in")
+        rows = [
+            (
                 time_text(row.predicted.step_time_s),
                 size_text(row.predicted.peak_bytes),
                 f"{row.devices:,}",
-                "not known" if joules is None else energy_text(joules),
-                "" if rate is None else rate_text(rate).removesuffix(" tokens/s"),
+                "not known" if row.predicted.energy_J is None else energy_text(row.predicted.energy_J),
+                "" if row.tokens_per_s is None else rate_text(row.tokens_per_s).removesuffix(" tokens/s"),
                 row.name,
                 ", ".join(row.best_in),
             )
-        console = Console(file=io.StringIO(), width=width)
-        console.print(table)
-        assert isinstance(console.file, io.StringIO)
-        lines = [console.file.getvalue().rstrip("\n")]
+            for row in self.rows
+        ]
+        found: list[Block] = [Table(head, rows, (0, 1, 2, 3, 4), f"plans that no other plan beats{of_batch}")]
         if self.beaten:
-            lines.append(f"{len(self.beaten)} others were looked at:")
-            lines += [
+            found.append(f"{len(self.beaten)} others were looked at:")
+            found += [
                 f"  {one.name} on {one.costs.devices:,}: step {time_text(one.costs.step_s)}, "
                 f"{size_text(one.costs.peak_bytes)}; {one.reason(self.rows[one.by])}"
                 for one in self.beaten
             ]
-        return "\n".join(lines)
+        return found
+
+    def show(self) -> str:
+        """The same as plain text."""
+        return plain(*self.blocks())
 
     def plot(self, path: str | Path) -> Path:
         """Draw seconds against bytes, a color for every number of devices, as SVG or PNG by the path's suffix. Raises InputError

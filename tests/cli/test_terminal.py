@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from autopar.cli.terminal import Heading, Table, plain
+from autopar.report.table import Heading, Table, plain
 from tests.test_house import ROOT
 
 TABLE = Table(("plan", "step"), [("dp=2", "12 ms"), ("dp=16×tp=[2]", "9 ms")], right=(1,), title="plans", indent=2)
