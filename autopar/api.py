@@ -28,7 +28,6 @@ from autopar.ir.setting import Setting
 from autopar.optimizer.examine import examine
 from autopar.optimizer.rule import update_rule
 from autopar.options import Entry, Options, with_suggestions
-from autopar.options_checks import checked_options
 from autopar.passes.batch.microbatches import Microbatches
 from autopar.passes.order.ordered import in_order
 from autopar.passes.order.refused import NotOrdered
@@ -48,7 +47,7 @@ from autopar.plan import Plan
 from autopar.program import ParallelProgram, emit
 from autopar.report.pareto import Pareto, pareto_of
 from autopar.report.torch_trace import trace
-from autopar.request import Request, make_request
+from autopar.request import Request, checked_options, make_request
 from autopar.runtime.data.schema import is_integer, shown
 from autopar.runtime.update.update_rule import ClipNorm, LossScaling, OptimizerFactory, SchedulerFactory, UpdateRule
 

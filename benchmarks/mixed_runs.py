@@ -32,9 +32,9 @@ from autopar.cluster import ClusterSpec
 from autopar.costmodel.estimator.shape import TransformerShape
 from autopar.costmodel.simulate import Durations, makespan_s
 from autopar.costmodel.software import Software, default_constants
-from autopar.options_checks import as_computed
 from autopar.passes.account.program import Account, account
 from autopar.passes.price.pricer import Pricers
+from autopar.request import as_computed
 from benchmarks.published_models import Transformer
 from benchmarks.published_rows import write_result
 

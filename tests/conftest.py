@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-import autopar.request
+import autopar.request.request
 from autopar.passes.memory.probe import Probe
 from tests.sharing import SHARING, shared_effects
 from tests.zoo.models import BY_NAME, ZooModel
@@ -78,7 +78,7 @@ def _model_of(item: pytest.Item) -> str:
 def shared_among_tests() -> Iterator[None]:
     """Equal models are captured, and equal lines played, once for all tests of a process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(autopar.request, "capture_program", shared(autopar.request.capture_program))
+        patch.setattr(autopar.request.request, "capture_program", shared(autopar.request.request.capture_program))
         patch.setattr(Probe, "_standing", shared_effects(Probe._standing))
         yield
 

@@ -31,7 +31,6 @@ ORDER = """
     costmodel
     optimizer
     capture
-    options_checks
     request
     codegen
     passes.rules

@@ -30,8 +30,8 @@ from autopar.cluster.given import as_cluster
 from autopar.cluster.here import HERE
 from autopar.errors import InputError
 from autopar.options import Entry, Options, checked_entries, with_suggestions
-from autopar.options_checks import checked_options
 from autopar.plan import Plan
+from autopar.request import checked_options
 from autopar.runtime.data.schema import integer, listed
 from autopar.runtime.errors import RuntimeProgramError
 from autopar.runtime.program.manifest import Manifest

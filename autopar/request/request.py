@@ -24,7 +24,8 @@ from autopar.ir.schedules import SCHEDULES
 from autopar.ir.union import of_union
 from autopar.optimizer.rule import update_rule
 from autopar.options import Entry, Options, checked_entries
-from autopar.options_checks import (
+from autopar.plan import Plan, checked_plan
+from autopar.request.checks import (
     as_computed,
     check_axes,
     check_batch,
@@ -33,7 +34,6 @@ from autopar.options_checks import (
     planned_compression,
     planned_precision,
 )
-from autopar.plan import Plan, checked_plan
 from autopar.runtime.update.update_rule import UpdateRule
 
 
