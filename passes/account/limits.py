@@ -52,7 +52,9 @@ def limits(account: Account, rooflines: Sequence[Roofline]) -> tuple[dict[str, f
         own["message"] += once.parameters_s
         own["memory"] += once.optimizer_s
         own["tiers"] += moved_s
-        own["overhead"] += max(once.rest_s - moved_s, 0.0) + max(step.overhead_s, 0.0)
+        launched_s = max(once.rest_s - sum(account.stages[s].bill.rest_s for s in group), 0.0)
+        own["host"] += launched_s
+        own["overhead"] += max(once.rest_s - moved_s - launched_s, 0.0) + max(step.overhead_s, 0.0)
         parts.append(own)
     return tuple(parts)
 
