@@ -11,7 +11,6 @@ from torch import nn
 import autopar
 from autopar.report.advice.limits import predicted_limits
 
-
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
