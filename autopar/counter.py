@@ -123,6 +123,19 @@ class ByteCounter(TorchDispatchMode):
         )
 
 
+class ChangeCounter(ByteCounter):
+    """The same, with every change of the bytes alive in order, as a storage is made, resized or freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changes: list[int] = []
+
+    def _change(self, tier: str | None, nbytes: int) -> None:
+        super()._change(tier, nbytes)
+        if not tier:
+            self.changes.append(nbytes)
+
+
 @dataclass(slots=True)
 class _Held:
     """A storage that counts: nbytes as counted, in a memory tier or on the device."""

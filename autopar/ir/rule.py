@@ -20,7 +20,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from autopar.errors import ShardingError
@@ -62,6 +62,7 @@ class Carried:
         return "".join(f"+{factor}" for factor in self.factors)
 
 
+@cache
 def factors_of(choice: str) -> tuple[str, ...]:
     """The factors that an axis shards which makes this choice."""
     if choice.startswith("+"):

@@ -29,6 +29,7 @@ from autopar.ops import (  # noqa: F401  each is imported for the ops that it re
     recurrence,
     reduction,
     resampling,
+    scaling,
     scan,
     selection,
     spatial,

@@ -203,6 +203,15 @@ class Drawn:
 
 
 @dataclass(frozen=True)
+class Scales:
+    """An op whose memory is products of sizes (`autopar.ops.scaling`). sizes: arguments that are such sizes too; unread: numbers
+    among its arguments that change nothing of it, as places in a tensor do (`Offset`)."""
+
+    sizes: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class OpDef:
     """The facts that the compiler knows of an op. Every field but `rule` has a default that is right for most ops.
 
@@ -238,6 +247,7 @@ class OpDef:
         adds: name of the scalar argument that it adds to its only tensor.
         carries: its results are its operands moved, cast or added, so what becomes of a gradient is a gradient.
         hidden_workspace: its kernels need memory that no meta function knows; it must be run to be measured.
+        scales: its memory grows with the sizes of its operands alone. None: it is not known to.
         unordered: on a GPU its kernel adds in an order of its own, by default or always (`autopar.ops.unordered`).
         result_names: names of several results in emitted text.
     Mixed precision:
@@ -290,6 +300,7 @@ class OpDef:
     adds: str = ""
     carries: bool = False
     hidden_workspace: bool = False
+    scales: Scales | None = None
     unordered: Literal["", "by default", "always"] = ""
     result_names: tuple[str, ...] = ()
     precision: Precision | None = None

@@ -18,7 +18,7 @@ from autopar.ir.steps import RuntimeStep
 from autopar.ir.types import TensorType
 from autopar.passes.lower.convert import table_steps
 from autopar.passes.lower.rooms import rooms
-from autopar.passes.lower.template import lower_template
+from autopar.passes.lower.template import lower_in_order, lower_template
 from autopar.passes.price.compression import compression_of
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
@@ -89,27 +89,20 @@ class StageContext:
         self.gradients = {name: self._gradient_steps(name) for name in program.trained}
 
     def _template(self, template: Template, backward: bool) -> LoweredTemplate:
-        """Stages that run a template alike on alike meshes share what lowering makes of it."""
+        """Stages that run a template alike on alike meshes share what lowering makes of it, and plans that differ in overlap and
+        pieces alone share its lines in order."""
         plan = self.stage.templates[template.name]
         tables, offload = (id(plan.strategies), id(plan.specs), plan.recompute), (plan.offload, plan.offload_tier)
-        key = (
-            lower_template,
-            template,
-            tables,
-            offload,
-            plan.overlap,
-            plan.pieces,
-            plan.cut,
-            plan.insists,
-            self.pricer.mesh.axes,
-            backward,
-            self.split,
-        )
+        alike = template, tables, offload, plan.cut, self.pricer.mesh.axes, backward, self.split
 
-        def lowered() -> tuple[LoweredTemplate, TemplatePlan]:  # the plan is kept, so that no id is given again
-            return lower_template(template, plan, self.pricer, self.rules, backward, self.split), plan
+        def in_order() -> tuple[LoweredTemplate, TemplatePlan]:  # the plan is kept, so that no id is given again
+            return lower_in_order(template, plan, self.pricer, self.rules, backward, self.split), plan
 
-        return self.memo.get(key, lowered)[0]
+        def lowered() -> LoweredTemplate:
+            lines = self.memo.get((lower_in_order, *alike), in_order)[0]
+            return lower_template(lines, template, plan, self.pricer, self.rules, self.split)
+
+        return self.memo.get((lower_template, *alike, plan.overlap, plan.pieces, plan.insists), lowered)
 
     def steps(
         self, type_: TensorType, before: Spec, after: Spec, joined: tuple[str, ...] = (), compression: str = ""

@@ -77,7 +77,7 @@ class _Order:
     def __init__(
         self, function: Function, messages: Sequence[int], overlap: str, clock: LinkClock, run: RunLine
     ) -> None:
-        self.function, self.messages, self.clock, self.run = function, list(messages), clock, run
+        self.function, self.messages, self.clock, self.run = function, set(messages), clock, run
         self.moves = overlap != "between"
         self.names = Names()
         for name in (*function.args, *function.arg_types, *(out for line in function.lines for out in line.outs)):
@@ -96,23 +96,25 @@ class _Order:
         self.turn = self._turns(overlap)
         self.ready = [(self.turn[i], i) for i in range(len(function.lines)) if not self.unmade[i] and i in self.turn]
         heapq.heapify(self.ready)
-        self.blocked: list[tuple[float, int]] = []
-        """Ops of which some operands are coming, by when the last arrives."""
+        self.blocked = [(0.0, i) for i in messages if not self.unmade[i]]
+        """Lines of which all operands are made or coming, by when the last arrives."""
+        self.can_start: list[int] = []
+        """Messages whose operands are there."""
 
     def lines(self) -> Iterator[Line]:
         """All lines, in the order in which they are taken."""
         others = sorted(self.turn)
-        begun = 0
-        while self.messages or begun < len(others):
+        begun, left = 0, len(self.messages)
+        while left or begun < len(others):
             self._unblock()
             stopped = (handle for handle, rest in self.rest.items() if len(rest) > 1)
             arrived = next((h for h in stopped if self.clock.arrives_s(h) <= self.clock.now_s), None)
             can_run = bool(self.ready) and (self.moves or self.ready[0][1] == others[begun])
             if arrived is not None:
                 yield self._go_on(arrived)
-            elif (message := self._next_message()) is not None:
-                self.messages.remove(message)
-                yield from self._start(message)
+            elif self.can_start:
+                left -= 1
+                yield from self._start(heapq.heappop(self.can_start))
             elif can_run:
                 begun += 1
                 yield from self._line(heapq.heappop(self.ready)[1])
@@ -149,12 +151,10 @@ class _Order:
         """Lines whose operands have arrived are ready."""
         while self.blocked and self.blocked[0][0] <= self.clock.now_s:
             i = heapq.heappop(self.blocked)[1]
-            heapq.heappush(self.ready, (self.turn[i], i))
-
-    def _next_message(self) -> int | None:
-        """The first of the messages whose operand is made, or has arrived."""
-        can_start = (i for i in self.messages if not self.unmade[i] and self._arrives_s(i) <= self.clock.now_s)
-        return next(can_start, None)
+            if i in self.messages:
+                heapq.heappush(self.can_start, i)
+            else:
+                heapq.heappush(self.ready, (self.turn[i], i))
 
     def _arrives_s(self, i: int) -> float:
         """When the last of a line's operands that are coming arrives."""
@@ -215,7 +215,7 @@ class _Order:
         """Tell the readers of a line's results that these are computed or in flight."""
         for i in {reader for out in line.outs for reader in self.readers.get(out, ())}:
             self.unmade[i] -= len(set(line.outs).intersection(self.function.lines[i].reads()))
-            if not self.unmade[i] and i in self.turn:
+            if not self.unmade[i]:
                 heapq.heappush(self.blocked, (self._arrives_s(i), i))
 
 

@@ -56,21 +56,50 @@ class _Back:
     later: tuple[str, ...] = ()
 
 
-def lower_template(
+def lower_in_order(
     template: Template, plan: TemplatePlan, pricer: Pricer, rules: RuleBook, backward: bool, split: bool = False
 ) -> LoweredTemplate:
-    """Forward and backward functions of a template under its plan. split: B and W apart; these, and values that rest in a memory
-    tier, are not in pieces, nor is a template that is no faster so, unless the plan insists. Raises PlanError."""
-    if plan.pieces == 1 or split or plan.offload:
-        return _lowered(PlannedTemplate(template, replace(plan, pieces=1), pricer, rules), backward, split)
-    if plan.insists:
+    """Forward and backward functions of a template under its plan, whole and in the order of its ops, whatever overlap and pieces
+    the plan asks for. split: B and W apart. Raises PlanError."""
+    return _lowered(PlannedTemplate(template, replace(plan, pieces=1, overlap=""), pricer, rules), backward, split)
+
+
+def lower_template(
+    in_order: LoweredTemplate,
+    template: Template,
+    plan: TemplatePlan,
+    pricer: Pricer,
+    rules: RuleBook,
+    split: bool = False,
+) -> LoweredTemplate:
+    """The functions with the overlap and pieces that the plan asks for. in_order: as of `lower_in_order`. split: B and W apart;
+    these, and values that rest in a memory tier, are not in pieces, nor is a template that is no faster so, unless the
+    plan insists. Raises PlanError."""
+    cuts = plan.pieces > 1 and not split and not plan.offload
+    backward = in_order.backward is not None
+    if cuts and plan.insists:
         return _lowered(PlannedTemplate(template, plan, pricer, rules), backward, split)
-    whole = _lowered(PlannedTemplate(template, replace(plan, pieces=1), pricer, rules), backward, split)
-    if not any(sends_beside(line, pricer.mesh.sizes) for function in whole.functions for line in function.lines):
-        return whole  # pieces of an op take as long as all of it at least
+    if not any(sends_beside(line, pricer.mesh.sizes) for function in in_order.functions for line in function.lines):
+        return in_order  # nothing travels that lines could run beside, and pieces of an op take as long as all of it at least
+    whole, op_s = _with_overlap(in_order, template, plan, pricer, rules), op_seconds(plan, template, pricer, rules)
+    if not cuts:
+        return whole
     pieces = _lowered(PlannedTemplate(template, plan, pricer, rules), backward, split)
-    op_s = op_seconds(plan, template, pricer, rules)
     return min(whole, pieces, key=lambda one: sum(function_seconds(f, pricer, op_s) for f in one.functions))
+
+
+def _with_overlap(
+    in_order: LoweredTemplate, template: Template, plan: TemplatePlan, pricer: Pricer, rules: RuleBook
+) -> LoweredTemplate:
+    op_s = op_seconds(plan, template, pricer, rules)
+    moved = (
+        None if function is None else overlapped(function, plan, pricer, op_s)
+        for function in (in_order.backward, in_order.weights)
+    )
+    backward, weights = moved
+    return replace(
+        in_order, forward=overlapped(in_order.forward, plan, pricer, op_s), backward=backward, weights=weights
+    )
 
 
 def _lowered(planned: PlannedTemplate, backward: bool, split: bool) -> LoweredTemplate:

@@ -24,6 +24,7 @@ from autopar.ir.spec import Spec
 from autopar.ir.steps import RuntimeStep, rows
 from autopar.ir.types import TensorType
 from autopar.ops.registry import find
+from autopar.passes.memory.any_size import Grown, any_size, grown
 from autopar.passes.memory.meta_rank import MetaRank
 from autopar.passes.played.meta_comm import MetaComm
 from autopar.passes.played.tensors import Effect, Layout, Out, results_of, watch
@@ -117,13 +118,35 @@ class Probe:
             definition = find(line.op) if isinstance(line, Compute) else None
             if definition is not None and definition.hidden_workspace:
                 return [_recurrent(on(self._last), layouts)]
-            self._last.comm.asked_index = False
-            watched = watch(on(self._last), layouts)
-            if self._last.comm.asked_index:  # the last block sees most keys, or in zigzag order the first
-                watched = max(watched, watch(on(self._first), layouts), key=lambda effect: effect.peak)
+            watched = self._at_any_size(line, layouts)
+            if watched is None:
+                self._last.comm.asked_index = False
+                watched = watch(on(self._last), layouts)
+                if self._last.comm.asked_index:  # the last block sees most keys, or in zigzag order the first
+                    watched = max(watched, watch(on(self._first), layouts), key=lambda effect: effect.peak)
         except Exception:  # an op without a meta implementation, or one that looks at data
             return [_declared(line, self.mesh)]
         return [watched if len(watched.outs) >= len([o for o in line.outs if o != "_"]) else _declared(line, self.mesh)]
+
+    def _at_any_size(self, line: WholeLine, layouts: tuple[Layout, ...]) -> Effect | None:
+        """The effect as that of lines like it at other sizes, where it grows with these."""
+        alike = any_size(line, layouts) if isinstance(line, Compute) else None
+        if alike is None:
+            return None
+
+        def run(line: Compute, layouts: tuple[Layout, ...], counter: ByteCounter) -> Effect:
+            call = call_of(line)
+            return watch(lambda tensors: self._last.result(call, _by_name(tensors)), layouts, counter=counter)
+
+        def found_at_primes() -> Grown | None:
+            try:
+                return grown(alike, run)
+            except Exception:  # it cannot run at such sizes
+                return None
+
+        key = grown, _what(alike.line), alike.layouts, len(alike.sizes), len(line.outs)
+        found = self.memo.get(key, found_at_primes)
+        return None if found is None else found.at(alike.sizes)
 
 
 def _what(numbered: WholeLine) -> Hashable:

@@ -77,11 +77,16 @@ class Effect:
     peak: int
 
 
-def watch(run: Callable[[list[torch.Tensor]], Any], layouts: Sequence[Layout], device: str = "meta") -> Effect:
-    """The effect of a function of tensors."""
+def watch(
+    run: Callable[[list[torch.Tensor]], Any],
+    layouts: Sequence[Layout],
+    device: str = "meta",
+    counter: ByteCounter | None = None,
+) -> Effect:
+    """The effect of a function of tensors. counter: that counts what it makes."""
     tensors = _tensors(layouts, device)
     given = {t.untyped_storage()._cdata: i for i, t in enumerate(tensors)}
-    counter = ByteCounter()
+    counter = counter or ByteCounter()
     with torch.no_grad(), counter:
         result = run(tensors)
     outs, sizes = results_of(result, given)

@@ -20,6 +20,8 @@ from autopar.ir.spec import Spec
 from autopar.ir.steps import STEP_KINDS, Step
 from autopar.passes.rules.alphabet import BIT, Alphabet, shards
 
+_TIE_S = 1e-15
+"""A path is shorter by more seconds than so many."""
 CollectiveCost = Callable[[str, float, str], float]
 
 
@@ -81,6 +83,36 @@ def steps_between(letters: Alphabet, owed: int) -> Steps:
     return Steps(source, target, kind, tuple(examples.values()), between)
 
 
+@dataclass(frozen=True, eq=False)
+class _Form:
+    """All of a lattice that does not depend on bytes. numbers: of its specs; places: of the specs by number, or -1; source, target:
+    places between which a step leads; alike: steps that cost the same, each with the shards of what it takes; which: of these
+    every step is."""
+
+    numbers: np.ndarray
+    places: np.ndarray
+    source: np.ndarray
+    target: np.ndarray
+    alike: tuple[tuple[Step, int | float], ...]
+    which: np.ndarray
+
+
+@lru_cache(maxsize=4096)
+def _form(axes: tuple[tuple[str, int], ...], shape: tuple[int, ...], owed: int) -> _Form:
+    """The form of lattices of tensors of one shape that owe none but these reductions (bits)."""
+    on_mesh = shards(axes, len(shape))
+    letters, steps = on_mesh.letters, steps_between(on_mesh.letters, owed)
+    numbers = np.flatnonzero(on_mesh.divide(shape) & (letters.owed & ~owed == 0))
+    places = np.full(len(letters.specs), -1)
+    places[numbers] = np.arange(len(numbers))
+    source, target = places[steps.source], places[steps.target]
+    here = (source >= 0) & (target >= 0)
+    base = on_mesh.mesh.size + 1
+    alike, which = np.unique(steps.kind[here] * base + on_mesh.total[steps.source[here]], return_inverse=True)
+    kinds = tuple((steps.kinds[int(key // base)], key % base) for key in alike.tolist())
+    return _Form(numbers, places, source[here], target[here], kinds, which)
+
+
 class Lattice:
     """All specs of tensors of one shape and size on one mesh that owe none but some reductions, the cost of every conversion
     and its path. places: by number in the alphabet (`autopar.passes.rules.alphabet`) the place of a spec here, or -1.
@@ -90,23 +122,19 @@ class Lattice:
         self, shape: Sequence[int], nbytes: int, mesh: Mesh, cost: CollectiveCost, copy_s: float, ops: tuple[str, ...]
     ) -> None:
         owed = sum(BIT[op] for op in ops)
-        on_mesh = shards(mesh.axes, len(shape))
-        self.letters = letters = on_mesh.letters
-        self._steps = steps = steps_between(letters, owed)
-        self._numbers = np.flatnonzero(on_mesh.divide(shape) & (letters.owed & ~owed == 0))
+        form = _form(mesh.axes, tuple(shape), owed)
+        self.letters = shards(mesh.axes, len(shape)).letters
+        self._steps = steps_between(self.letters, owed)
+        self._numbers, self.places = form.numbers, form.places
         n = len(self._numbers)
-        self.places = np.full(len(letters.specs), -1)
-        self.places[self._numbers] = np.arange(n)
         self._between: dict[tuple[tuple[int, ...], tuple[int, ...], bytes, bytes], np.ndarray] = {}
         self.costs = np.full((n, n), np.inf)
         np.fill_diagonal(self.costs, 0.0)
-        source, target = self.places[steps.source], self.places[steps.target]
-        here = (source >= 0) & (target >= 0)
-        base = mesh.size + 1
-        alike, which = np.unique(steps.kind[here] * base + on_mesh.total[steps.source[here]], return_inverse=True)
-        kinds = [(steps.kinds[int(key // base)], nbytes // (key % base)) for key in alike.tolist()]
-        seconds = [step_cost(step, held, mesh.sizes[step.axis], cost, copy_s) for step, held in kinds]
-        self.costs[source[here], target[here]] = np.array(seconds)[which]
+        sizes = mesh.sizes
+        seconds = [
+            step_cost(step, nbytes // parts, sizes[step.axis], cost, copy_s) for step, parts in form.alike
+        ]
+        self.costs[form.source, form.target] = np.array(seconds)[form.which]
         if mesh.uneven:
             self._leave_out_uneven(tuple(shape), mesh)
         self._next = np.tile(np.arange(n), (n, 1))
@@ -133,12 +161,15 @@ class Lattice:
         return {spec: i for i, spec in enumerate(self.specs)}
 
     def _shortest(self) -> None:
-        for k in range(len(self.specs)):
-            through = self.costs[:, k : k + 1] + self.costs[k : k + 1, :]
-            better = through < self.costs - 1e-15
-            if better.any():
-                self.costs = np.where(better, through, self.costs)
-                self._next = np.where(better, self._next[:, k : k + 1], self._next)
+        costs, following = self.costs, self._next
+        to_beat = costs - _TIE_S
+        for k in range(len(self._numbers)):
+            through = costs[:, k : k + 1] + costs[k]
+            better = through < to_beat
+            if np.count_nonzero(better):
+                np.copyto(costs, through, where=better)
+                np.copyto(following, following[:, k : k + 1], where=better)
+                to_beat = costs - _TIE_S
 
     def cost(self, before: Spec, after: Spec) -> float:
         return float(self.costs[self.index[before], self.index[after]])

@@ -15,7 +15,10 @@ from autopar.ir.lines import Compute, Convert, Function, Line, Ref, Start
 from autopar.ir.lowered import LoweredStage
 from autopar.ir.spec import Spec
 from autopar.ir.steps import Step
+from autopar.passes.lower import context, lower
 from autopar.passes.lower.overlap import overlapped
+from autopar.passes.price.pricer import Pricers
+from autopar.passes.rules.book import RuleBook
 from autopar.passes.search.overlap import overlapping
 from autopar.plan import OVERLAPS, TemplatePlan
 from autopar.runtime.comm.comm import Comm
@@ -195,3 +198,31 @@ def test_every_value_of_a_function_has_a_name_of_its_own(model: type[nn.Module])
     for function in (*stage.functions, *(f for t in stage.templates.values() for f in t.functions)):
         given = [*function.args, *(out for line in function.lines for out in line.outs if out != "_")]
         assert len(given) == len(set(given)), function.name
+
+
+def test_plans_that_differ_in_overlap_share_their_lines_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lowered one after another with one memo, they are what each is with a memo of its own, insisting ones too."""
+    plain = program()
+    cluster = slow_cluster()
+    rules, plans = RuleBook(), [overlapping(plain.plan, overlap) for overlap in OVERLAPS]
+
+    def lines_of(plan: autopar.Plan, pricers: Pricers) -> list[tuple[Line, ...]]:
+        (stage,) = lower(plain.ir, plan, pricers, rules).stages
+        return [function.lines for template in stage.templates.values() for function in template.functions]
+
+    plans += [
+        replace(
+            plan,
+            stages=tuple(
+                replace(s, templates={n: replace(t, insists=True) for n, t in s.templates.items()}) for s in plan.stages
+            ),
+        )
+        for plan in plans
+    ]
+    alone = [lines_of(plan, Pricers(cluster)) for plan in plans]
+    made, whole = list[str](), context.lower_in_order
+    monkeypatch.setattr(context, "lower_in_order", lambda t, *rest: made.append(t.name) or whole(t, *rest))
+    shared = Pricers(cluster)
+    assert [lines_of(plan, shared) for plan in plans] == alone
+    assert sorted(made) == sorted(plain.ir.templates)
+    assert len({*map(str, alone)}) > 2
