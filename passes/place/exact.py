@@ -1,7 +1,7 @@
 """The best placement of a few ranks, with CP-SAT.
 
-Devices of one node are interchangeable, so x[i, g] puts rank i into node g, X[i, l, g] sums it over the nodes of a group
-of level l, and a pair is apart at level l when apart >= X[i, l, g] - X[j, l, g] for some g: the quadratic objective is
+Devices of one kind in one node are interchangeable, so x[i, g] puts rank i into node g, X[i, l, g] sums it over the nodes of a
+group of level l, and a pair is apart at level l when apart >= X[i, l, g] - X[j, l, g] for some g: the quadratic objective is
 linear in `apart`, since distances never fall outwards. Groups that look alike are told apart by their smallest rank,
 which rises from one to the next.
 """
@@ -29,11 +29,13 @@ def place_exactly(
     leaf = tree.groups[0]
     nodes = int(leaf.max()) + 1
     x = [[model.new_bool_var(f"x{i}_{g}") for g in range(nodes)] for i in range(P)]
-    capacity = np.bincount(leaf, minlength=nodes)
+    capacity = np.zeros((nodes, int(tree.kinds.max()) + 1), int)
+    np.add.at(capacity, (leaf, tree.kinds), 1)
     for i in range(P):
         model.add_exactly_one(x[i])
-    for g in range(nodes):
-        model.add(sum(x[i][g] for i in range(P)) == int(capacity[g]))
+    for g, places in enumerate(capacity.tolist()):
+        for kind, count in enumerate(places):
+            model.add(sum(x[i][g] for i in range(P) if tree.kinds[i] == kind) == count)
     device = [int(np.flatnonzero(leaf == g)[0]) for g in range(nodes)]
     inside = [
         {h: [g for g in range(nodes) if row[device[g]] == h] for h in sorted(set(row.tolist()))} for row in tree.groups
@@ -67,8 +69,11 @@ def place_exactly(
     bound = exact_sum + (solver.best_objective_bound - 0.5 * len(terms)) / scale
     if status not in (cp.OPTIMAL, cp.FEASIBLE):
         return start, bound
-    free = {g: np.flatnonzero(leaf == g).tolist() for g in range(nodes)}
-    position = np.array([free[next(g for g in range(nodes) if solver.value(x[i][g]))].pop(0) for i in range(P)])
+    free: dict[tuple[int, int], list[int]] = {}
+    for p in range(P):
+        free.setdefault((int(leaf[p]), int(tree.kinds[p])), []).append(p)
+    node = [next(g for g in range(nodes) if solver.value(x[i][g])) for i in range(P)]
+    position = np.array([free[g, int(tree.kinds[i])].pop(0) for i, g in enumerate(node)])
     if status == cp.OPTIMAL and tree.cost(traffic, position) <= tree.cost(traffic, start):
         bound = min(tree.cost(traffic, position), bound + len(terms) / scale)
     return position, bound
@@ -80,7 +85,7 @@ def _break_symmetry(model: cp_model.CpModel, tree: Tree, inside: list, capacity:
 
     def shape(l: int, h: int) -> tuple:
         if l == 0:
-            return (int(capacity[h]),)
+            return tuple(capacity[h].tolist())
         below = sorted({_parent(tree, 0, l - 1, g) for g in inside[l][h]})
         return tuple(shape(l - 1, b) for b in below)
 
