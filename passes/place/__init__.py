@@ -16,14 +16,11 @@ from autopar.cluster import ClusterSpec
 from autopar.errors import InputError
 from autopar.passes.place.bounds import least_cost
 from autopar.passes.place.boxes import cheapest_boxes
-from autopar.passes.place.exact import place_exactly
+from autopar.passes.place.exact import place_exactly, worth_trying
 from autopar.passes.place.packing import DENSE, pack, swap_dense, swap_sparse
 from autopar.passes.place.traffic import Traffic, Tree, mesh_traffic
 
-__all__ = ["EXACT_RANKS", "Placement", "Traffic", "Tree", "mesh_traffic", "place", "placement_cost"]
-
-EXACT_RANKS = 64
-"""Up to so many ranks CP-SAT goes on from packing."""
+__all__ = ["Placement", "Traffic", "Tree", "mesh_traffic", "place", "placement_cost"]
 
 PROVEN = 1e-6
 """How far above the bound, relative to it, a cost may be by rounding."""
@@ -73,7 +70,7 @@ def place(
     """A cheap placement of the traffic's logical ranks; logical rank i runs on a device of the kind of the i-th chosen rank's.
 
     ranks: the cluster's ranks to use, as many as the traffic has (default: the first). distance: d per cluster level,
-    innermost first (default: seconds per byte). exact: whether CP-SAT goes on from packing (default: up to EXACT_RANKS ranks),
+    innermost first (default: seconds per byte). exact: whether CP-SAT goes on from packing (default: where it is `worth_trying`),
     within time_limit_s of its own clock. enough: how far above the bound a cost is good enough, relative to it, to look no
     further. Raises InputError for too few or repeated ranks.
     """
@@ -93,7 +90,7 @@ def place(
                 position, cost, method = packed, tree.cost(traffic, packed), "packing"
             if cost <= good:
                 break
-    if cost > good and (len(chosen) <= EXACT_RANKS if exact is None else exact):
+    if cost > good and (worth_trying(traffic, tree) if exact is None else exact):
         found, lower = place_exactly(traffic, tree, position, time_limit_s)
         if tree.cost(traffic, found) < cost:
             position, cost, method = found, tree.cost(traffic, found), "exact"

@@ -151,6 +151,20 @@ class Tree:
         kinds = np.repeat([number[device] for _, device in cluster.devices], [n for n, _ in cluster.devices])
         return Tree(groups, np.maximum.accumulate(np.asarray(distance, float)), kinds[list(ranks)])
 
+    @cached_property
+    def compositions(self) -> list[tuple[int, ...]]:
+        """Per innermost group, how many devices of every kind it has."""
+        counts = np.zeros((int(self.groups[0].max()) + 1, int(self.kinds.max()) + 1), int)
+        np.add.at(counts, (self.groups[0], self.kinds), 1)
+        return [tuple(row) for row in counts.tolist()]
+
+    def seated(self, node: Sequence[int]) -> np.ndarray:
+        """(P,) devices of ranks that are given their innermost groups, in order, each one of its kind."""
+        free: dict[tuple[int, int], list[int]] = {}
+        for p in reversed(range(len(self.kinds))):
+            free.setdefault((int(self.groups[0, p]), int(self.kinds[p])), []).append(p)
+        return np.array([free[g, int(kind)].pop() for g, kind in zip(node, self.kinds, strict=True)])
+
     def cost(self, traffic: Traffic, position: np.ndarray) -> float:
         """Sum of w * d with logical rank i on device position[i]."""
         a, b = position[traffic.first], position[traffic.second]

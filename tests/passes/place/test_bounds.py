@@ -16,8 +16,10 @@ from autopar.cluster import ClusterSpec
 from autopar.passes.place import Traffic, mesh_traffic, place
 from autopar.passes.place.bounds import Lines, _by_lines, least_cost
 from autopar.passes.place.boxes import cheapest_boxes
+from autopar.passes.place.cover import few_ways
+from autopar.passes.place.exact import place_exactly
 from autopar.passes.place.traffic import Shape, Tree, grid_lines
-from tests.passes.place.test_place import cluster_of, mixed
+from tests.passes.place.test_place import cluster_of, mixed, random_traffic
 
 seeds = st.integers(0, 10**6)
 GRIDS = [(6,), (7,), (8,), (2, 3), (3, 2), (2, 4), (4, 2), (2, 2, 2)]
@@ -94,7 +96,9 @@ def test_no_bound_is_above_the_cheapest_of_all_partitions(
 
 
 @settings(max_examples=25)
-@given(seeds, st.sampled_from([cluster_of(2, 7), cluster_of(2, 4, 7), cluster_of(3, 7)]), st.booleans())
+@given(
+    seeds, st.sampled_from([cluster_of(2, 7), cluster_of(2, 4, 7), cluster_of(3, 7), cluster_of(4, 7)]), st.booleans()
+)
 def test_what_is_proven_is_the_cheapest(seed: int, cluster: ClusterSpec, several: bool) -> None:
     rng = np.random.default_rng(seed)
     ranks = int(rng.integers(4, 8))
@@ -107,6 +111,21 @@ def test_what_is_proven_is_the_cheapest(seed: int, cluster: ClusterSpec, several
     assert found.proven
     assert found.cost == pytest.approx(cheapest(traffic, tree), rel=1e-9)
     assert (tree.kinds[list(found.physical)] == tree.kinds).all()
+
+
+@settings(max_examples=12)
+@given(seeds, st.sampled_from([(2,), (3,), (4,), (2, 4)]), st.booleans())
+def test_cp_sat_finds_and_proves_the_cheapest_from_any_start(seed: int, inner: tuple[int, ...], several: bool) -> None:
+    traffic, cluster = random_traffic(seed, 8), cluster_of(*inner, 8)
+    tree = Tree.of(mixed(cluster, seed) if several else cluster, range(8))
+    start = tree.seated(tree.groups[0].tolist())
+    found, lower = place_exactly(traffic, tree, start, 20.0)
+    best = cheapest(traffic, tree)
+    assert few_ways(tree) == (len(inner) == 1 and inner[0] < 4)
+    assert (tree.kinds[found] == tree.kinds).all()
+    assert tree.cost(traffic, found) == pytest.approx(best, rel=1e-9)
+    assert lower == pytest.approx(best, rel=1e-6)
+    assert lower <= best * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
