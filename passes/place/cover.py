@@ -1,8 +1,8 @@
 """The best placement where nodes can be filled in few ways, with CP-SAT: every way to fill one is a column.
 
-z[S] says that the ranks S fill a node. Every rank is in one chosen S, as many are chosen of every composition (devices of each kind)
-as nodes have it, and the traffic inside all that are chosen is as large as can be. Where one level of links is above the nodes, it
-does not matter which node an S fills, so there is no symmetry left, and the relaxation is nearly whole.
+z[S] says that the ranks S fill a node. Every rank is in one chosen S, as many are chosen of every composition (devices of each
+kind) as nodes have it, and the traffic inside all that are chosen is as large as can be. Where one level of links is above the
+nodes, it does not matter which node an S fills, so there is no symmetry left, and the relaxation is nearly whole.
 """
 
 from __future__ import annotations
