@@ -88,8 +88,8 @@ class SolverFacts:
     the plan's cost and a bound that no plan is below, relative. unknown_ops have no rule and run whole on every rank;
     discovered_rules were found by experiment, op to rule. left_out: kinds of plans that a search that was ended early did
     not look at, or not all of; the gap is then one to what no plan of any kind is faster than. placed_by: how ranks were put on
-    devices ("exact", "packing", "identity", empty where their order costs nothing); placement_gap: how far above the least
-    the cost of their traffic can be."""
+    devices ("exact", "packing", "identity": in order, empty where their order costs nothing); placement_gap: how far above the
+    least the cost of their traffic can be."""
 
     method: str
     gap: Annotated[float, optional(number())]

@@ -13,7 +13,8 @@ from autopar.ir.program import Program
 from autopar.ir.spec import Spec
 from autopar.ir.text import size_text, time_text
 from autopar.passes.account.spent import spent
-from autopar.passes.search.placement import placement_gain
+from autopar.passes.place import PROVEN
+from autopar.passes.search.placement import GAIN, placement_gain
 from autopar.report.answer import energy_line, room_facts, spent_text, why_not, work_facts, work_text
 from autopar.report.long_run import DAYS, long_run
 from autopar.runtime.comm.mesh import Shares
@@ -234,7 +235,8 @@ def _placement(program: Compiled) -> list[str]:
     """The lines about nodes that ranks are moved to, where they are not in order."""
     placement = program.plan.placement
     if not placement:
-        return []
+        proof = _proof_of_placement(program)
+        return [f"placement: ranks in order{proof}"] if program.solver.placement_gap > GAIN else []
     listed = program.request.cluster
     level = listed.levels[0]
     nodes: dict[int, list[int]] = {}
@@ -243,7 +245,8 @@ def _placement(program: Compiled) -> list[str]:
     shown = " | ".join(", ".join(map(str, sorted(ranks))) for ranks in list(nodes.values())[:8])
     line = f"placement: {level.name}s run ranks {shown}{' | …' if len(nodes) > 8 else ''}; "
     if not listed.homogeneous_devices:
-        return [line + f"ranks count through {', then '.join(device.name for _, device in program.cluster.devices)}"]
+        kinds = ", then ".join(device.name for _, device in program.cluster.devices)
+        return [f"{line}ranks count through {kinds}" + _proof_of_placement(program)]
     gain = placement_gain(program.plan, program.lowered, program.account, listed)
     return [
         f"{line}what is sent takes {gain:.0%} less of the links, each byte weighed by how slow its link is, than with ranks in "
@@ -253,10 +256,10 @@ def _placement(program: Compiled) -> list[str]:
 
 def _proof_of_placement(program: Compiled) -> str:
     """How near the placement is to the best one, where this compilation looked for it."""
-    how, gap = program.solver.placed_by, program.solver.placement_gap
-    if not how:
+    gap = program.solver.placement_gap
+    if not program.solver.placed_by:
         return ""
-    return " (no placement is cheaper)" if how == "exact" else f" ({how}, at most {gap:.0%} above the cheapest)"
+    return " (no placement is cheaper)" if gap <= PROVEN else f" (at most {gap:.1%} above the cheapest)"
 
 
 def _storage(stage: LoweredStage) -> list[str]:

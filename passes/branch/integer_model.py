@@ -14,7 +14,7 @@ from math import ceil, floor, inf
 from typing import TYPE_CHECKING
 
 from autopar.passes.branch.grouping import BranchProblem, BranchSolution, SegmentGroup, SegmentOption, evaluate
-from autopar.passes.solvers.cp_sat import cp_sat, solved
+from autopar.passes.solvers.cp_sat import counted_solver, cp_sat, solved
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
@@ -176,11 +176,7 @@ class GroupingModel:
     def solve(self, time_limit_s: float) -> tuple[BranchSolution | None, float]:
         """(best grouping found, lower bound of the total in seconds). time_limit_s: of the solver's own clock, which counts work,
         so that the grouping is the same on every machine."""
-        solver = cp_sat().CpSolver()
-        solver.parameters.max_deterministic_time = time_limit_s
-        solver.parameters.max_time_in_seconds = 10 * time_limit_s
-        solver.parameters.num_workers = 1
-        solver.parameters.random_seed = 0
+        solver = counted_solver(time_limit_s)
         status = solved(solver, self.model)
         if status not in (cp_sat().OPTIMAL, cp_sat().FEASIBLE):
             return None, 0.0

@@ -1,7 +1,8 @@
 """Placing by packing: fill nodes, then racks, with ranks that talk much to each other; then swap while it pays.
 
 Innermost level first: a group of devices is filled by growing one cluster of ranks, always taking the rank with the most
-traffic into it; clusters become the ranks of the next level. Swaps are steepest descent on the dense matrices
+traffic into it; clusters become the ranks of the next level, where those of one shape (as many devices of every kind, in groups
+alike) can change places. Swaps are steepest descent on the dense matrices
 
     delta(i, j) = A_ij + A_ji - A_ii - A_jj + 2 w_ij d_ij,     A_ij = sum over k of w_ik d(place k, place j)
 
@@ -30,6 +31,7 @@ def pack(traffic: Traffic, tree: Tree, seed: int = 0) -> np.ndarray:
     P = tree.groups.shape[1]
     members = [np.array([i]) for i in range(P)]
     slots: list[list[int]] = [[p] for p in range(P)]
+    shapes: list[int] = tree.kinds.tolist()
     graph, rng = traffic, np.random.default_rng(seed)
     for row in tree.groups:
         parents: dict[int, list[int]] = {}
@@ -37,15 +39,17 @@ def pack(traffic: Traffic, tree: Tree, seed: int = 0) -> np.ndarray:
             parents.setdefault(int(row[devices[0]]), []).append(s)
         if len(parents) == len(slots):
             continue
-        wanted = [Counter(len(slots[s]) for s in parents[g]) for g in sorted(parents)]
-        clusters = _grow(graph, [len(m) for m in members], wanted, rng.permutation(len(members)) if seed else None)
+        inside = [sorted(parents[g], key=shapes.__getitem__) for g in sorted(parents)]
+        wanted = [[shapes[s] for s in group] for group in inside]
+        clusters = _grow(graph, shapes, wanted, rng.permutation(len(members)) if seed else None)
         label = np.zeros(len(members), int)
         joined, spots = [], []
-        for c, (cluster, g) in enumerate(zip(clusters, sorted(parents), strict=True)):
+        for c, (cluster, group) in enumerate(zip(clusters, inside, strict=True)):
             label[cluster] = c
-            order = _fit(cluster, [len(members[m]) for m in cluster], [len(slots[s]) for s in parents[g]])
-            joined.append(np.concatenate([members[m] for m in order]))
-            spots.append([p for s in parents[g] for p in slots[s]])
+            joined.append(np.concatenate([members[m] for m in sorted(cluster, key=shapes.__getitem__)]))
+            spots.append([p for s in group for p in slots[s]])
+        number: dict[tuple[int, ...], int] = {}
+        shapes = [number.setdefault(tuple(shape), len(number)) for shape in wanted]
         members, slots, graph = joined, spots, graph.contract(label, len(joined))
     position = np.empty(P, int)
     for ranks, devices in zip(members, slots, strict=True):
@@ -53,38 +57,30 @@ def pack(traffic: Traffic, tree: Tree, seed: int = 0) -> np.ndarray:
     return position
 
 
-def _fit(cluster: list[int], sizes: list[int], wanted: list[int]) -> list[int]:
-    """The members of a cluster in the order of slots of their sizes."""
-    waiting: dict[int, list[int]] = {}
-    for m, size in zip(reversed(cluster), reversed(sizes), strict=True):
-        waiting.setdefault(size, []).append(m)
-    return [waiting[size].pop() for size in wanted]
-
-
-def _grow(graph: Traffic, sizes: list[int], wanted: list[Counter], order: np.ndarray | None) -> list[list[int]]:
-    """One cluster per entry of `wanted` (how many members of each size it takes)."""
-    free = np.ones(len(sizes), bool)
+def _grow(graph: Traffic, shapes: list[int], wanted: list[list[int]], order: np.ndarray | None) -> list[list[int]]:
+    """One cluster per entry of `wanted`, the shapes of the members that it takes."""
+    free = np.ones(len(shapes), bool)
     heavy = np.bincount(np.repeat(np.arange(graph.ranks), np.diff(graph.starts)), graph.weights, minlength=graph.ranks)
     queue = np.argsort(-heavy, kind="stable").tolist() if order is None else order.tolist()
     clusters: list[list[int]] = []
     last = None
-    for need in wanted:
-        need = Counter(need)
+    for group in wanted:
+        need = Counter(group)
         pull: dict[int, float] = {}
         heap: list[tuple[float, int]] = []
-        start = _next_start(graph, free, sizes, need, last)
+        start = _next_start(graph, free, shapes, need, last)
         cluster: list[int] = []
         while sum(need.values()):
             pick = start
             start = None
             while pick is None and heap:
                 weight, m = heapq.heappop(heap)
-                if free[m] and need[sizes[m]] and -weight == pull[m]:
+                if free[m] and need[shapes[m]] and -weight == pull[m]:
                     pick = m
             if pick is None:
-                pick = next(m for m in queue if free[m] and need[sizes[m]])
+                pick = next(m for m in queue if free[m] and need[shapes[m]])
             free[pick] = False
-            need[sizes[pick]] -= 1
+            need[shapes[pick]] -= 1
             cluster.append(pick)
             for e in range(graph.starts[pick], graph.starts[pick + 1]):
                 m = int(graph.neighbours[e])
@@ -98,21 +94,22 @@ def _grow(graph: Traffic, sizes: list[int], wanted: list[Counter], order: np.nda
 
 
 def _next_start(
-    graph: Traffic, free: np.ndarray, sizes: list[int], need: Counter, last: list[int] | None
+    graph: Traffic, free: np.ndarray, shapes: list[int], need: Counter, last: list[int] | None
 ) -> int | None:
     """A free neighbour of the cluster before, so that clusters next to each other talk to each other."""
     best: tuple[float, int] | None = None
     for m in last or ():
         for e in range(graph.starts[m], graph.starts[m + 1]):
             n = int(graph.neighbours[e])
-            if free[n] and need[sizes[n]] and (best is None or (-graph.weights[e], n) < best):
+            if free[n] and need[shapes[n]] and (best is None or (-graph.weights[e], n) < best):
                 best = (-float(graph.weights[e]), n)
     return None if best is None else best[1]
 
 
-def swap_dense(traffic: Traffic, d: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """Best swaps until none helps. d: (P, P) distances of devices. Ranks must be as large as each other."""
+def swap_dense(traffic: Traffic, tree: Tree, d: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """Best swaps of ranks of one kind until none helps. d: (P, P) distances of devices."""
     P = len(position)
+    alien = tree.kinds[:, None] != tree.kinds
     w = np.zeros((P, P))
     w[traffic.first, traffic.second] = w[traffic.second, traffic.first] = traffic.weight
     position = position.copy()
@@ -122,6 +119,7 @@ def swap_dense(traffic: Traffic, d: np.ndarray, position: np.ndarray) -> np.ndar
         A = w @ near
         own = np.diagonal(A)
         delta = A + A.T - own[:, None] - own[None, :] + 2 * w * near
+        delta[alien] = 0.0
         i, j = divmod(int(delta.argmin()), P)
         if delta[i, j] >= -1e-9 * max(total, 1e-300):
             break
@@ -154,7 +152,11 @@ def swap_sparse(traffic: Traffic, tree: Tree, position: np.ndarray, passes: int 
             if out + weight * (tree.distance[0] - tree.distance[1]) >= 0:
                 continue
             for k in inside[home]:
-                if k != j and _swap_delta(traffic, tree, position, i, k) < -1e-9 * weight:
+                if (
+                    k != j
+                    and tree.kinds[i] == tree.kinds[k]
+                    and _swap_delta(traffic, tree, position, i, k) < -1e-9 * weight
+                ):
                     inside[leaf[position[i]]].remove(i)
                     inside[home].remove(k)
                     position[[i, k]] = position[[k, i]]

@@ -2,16 +2,15 @@
 
 The traffic is that of the lowered program, bytes per step and direction between pairs of ranks: every collective as the
 ring (or the pairs) along its axis, everything that crosses between stages, and what stages tell each other about shared
-parameters. `passes.place` finds a cheap order, and for few ranks proves that none is cheaper, as far as it can in EXACT_S. A
+parameters. `passes.place` finds a cheap order and says what none is cheaper than, for few ranks as far as it can in EXACT_S. A
 plan gets a placement only when that beats leaving ranks in order by more than GAIN; on clusters of one level ranks stay in order.
 Where devices differ, ranks change places with ranks on the same kind of device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from autopar.ir.lowered import LoweredProgram, LoweredStage
 from autopar.ir.mesh import Mesh
 from autopar.passes.account.program import Account
 from autopar.passes.place import Placement, Traffic, Tree, mesh_traffic, place
-from autopar.passes.place.traffic import Shape
+from autopar.passes.place.traffic import Shape, grid_lines, summed
 from autopar.plan import Plan
 
 GAIN = 0.01
@@ -46,30 +45,12 @@ def find_placement(
     tree = Tree.of(cluster, range(plan.ranks))
     if len(tree.groups) < 2 or tree.groups[0].max() == 0 or tree.distance[0] == tree.distance[-1]:
         return None, plan
-    traffic = program_traffic(lowered, counted, plan.ranks)
-    in_order = tree.cost(traffic, np.arange(plan.ranks))
-    if in_order <= tree.floor(traffic) * (1 + GAIN):
-        return None, plan
-    found = _placed_by_kind(traffic, tree, cluster)
-    if found.cost >= in_order * (1 - GAIN):
+    found = place(program_traffic(lowered, counted, plan.ranks), cluster, enough=GAIN, time_limit_s=EXACT_S)
+    if found.cost >= found.identity_cost * (1 - GAIN):
         return found, plan
     logical = np.empty(plan.ranks, int)
     logical[list(found.physical)] = np.arange(plan.ranks)
     return found, replace(plan, placement=tuple(logical.tolist()))
-
-
-def _placed_by_kind(traffic: Traffic, tree: Tree, cluster: ClusterSpec) -> Placement:
-    """The placement of every kind's ranks on its devices, each by the traffic among them."""
-    firsts = cluster.kind_starts
-    if len(firsts) == 1:
-        return place(traffic, cluster, time_limit_s=EXACT_S)
-    physical = np.arange(traffic.ranks)
-    for first, end in pairwise([*firsts, traffic.ranks]):
-        among = (traffic.first >= first) & (traffic.second < end)
-        own = Traffic(end - first, traffic.first[among] - first, traffic.second[among] - first, traffic.weight[among])
-        physical[first:end] = place(own, cluster, ranks=range(first, end), time_limit_s=EXACT_S).physical
-    costs = tree.cost(traffic, physical), tree.cost(traffic, np.arange(traffic.ranks))
-    return Placement(tuple(physical.tolist()), *costs, min(tree.floor(traffic), costs[0]), "packing")
 
 
 def placement_gain(plan: Plan, lowered: LoweredProgram, counted: Account, cluster: ClusterSpec) -> float:
@@ -85,8 +66,29 @@ def placement_gain(plan: Plan, lowered: LoweredProgram, counted: Account, cluste
 def program_traffic(lowered: LoweredProgram, counted: Account, ranks: int) -> Traffic:
     """Bytes per step and direction between logical ranks."""
     parts = [*_collectives(lowered, counted), *_transfers(lowered), *_shared(lowered)]
-    rows = [np.concatenate([part[k] for part in parts]) if parts else np.array([]) for k in range(3)]
-    return Traffic.of(ranks, np.stack(rows, 1).tolist()) if len(rows[0]) else Traffic.of(ranks, [])
+    first, second = (np.concatenate([np.empty(0, int), *(part[k] for part in parts)]) for k in range(2))
+    traffic = summed(ranks, first, second, np.concatenate([np.empty(0), *(part[2] for part in parts)]))
+    return replace(traffic, lines=_lines([stage.mesh for stage in lowered.stages], ranks))
+
+
+def _lines(meshes: Sequence[Mesh], ranks: int) -> tuple[np.ndarray, ...]:
+    """The lines along the axes of every stage's own ranks, of the first stage on them, and, where all stages have as many, those
+    of the ranks that have the same number in their stages."""
+    own = {mesh.offset: mesh for mesh in reversed(meshes)}
+    ends = [0, *(mesh.offset + mesh.size for mesh in own.values())]
+    if any(offset < end for offset, end in zip(sorted(own), sorted(ends), strict=False)):
+        return ()
+    lines = [np.arange(ranks) for _ in range(max(len(mesh.axes) for mesh in own.values()))]
+    for offset, mesh in own.items():
+        for axis, line in enumerate(grid_lines([int(size) for _, size in mesh.axes])):
+            lines[axis][offset : offset + mesh.size] = offset + line
+    if len({mesh.size for mesh in own.values()}) == 1:
+        size = meshes[0].size
+        across = np.arange(ranks)
+        for offset in own:
+            across[offset : offset + size] = min(own) + np.arange(size)
+        lines.append(across)
+    return tuple(lines)
 
 
 def _collectives(lowered: LoweredProgram, counted: Account) -> Iterator[Pairs]:

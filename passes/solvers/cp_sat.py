@@ -26,3 +26,13 @@ def solved(solver: cp_model.CpSolver, model: cp_model.CpModel) -> cp_model.CpSol
     if status == cp_sat().MODEL_INVALID:
         raise ValueError(f"CP-SAT was given a model that is none: {model.validate() or 'it does not say why'}")
     return status
+
+
+def counted_solver(time_limit_s: float, seed: int = 0) -> cp_model.CpSolver:
+    """A solver that ends after so many seconds of its own clock, which counts work, and so answers alike on every machine."""
+    solver = cp_sat().CpSolver()
+    solver.parameters.max_deterministic_time = time_limit_s
+    solver.parameters.max_time_in_seconds = 10 * time_limit_s
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = seed
+    return solver
