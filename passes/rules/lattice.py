@@ -85,9 +85,9 @@ def steps_between(letters: Alphabet, owed: int) -> Steps:
 
 @dataclass(frozen=True, eq=False)
 class _Form:
-    """All of a lattice that does not depend on bytes. numbers: of its specs; places: of the specs by number, or -1; source, target:
-    places between which a step leads; alike: steps that cost the same, each with the shards of what it takes; which: of these
-    every step is."""
+    """All of a lattice that does not depend on bytes. numbers: of its specs; places: of the specs by number, or -1; source,
+    target: places between which a step leads; alike: steps that cost the same, each with the shards of what it takes; which: of
+    these every step is."""
 
     numbers: np.ndarray
     places: np.ndarray
@@ -131,9 +131,7 @@ class Lattice:
         self.costs = np.full((n, n), np.inf)
         np.fill_diagonal(self.costs, 0.0)
         sizes = mesh.sizes
-        seconds = [
-            step_cost(step, nbytes // parts, sizes[step.axis], cost, copy_s) for step, parts in form.alike
-        ]
+        seconds = [step_cost(step, nbytes // parts, sizes[step.axis], cost, copy_s) for step, parts in form.alike]
         self.costs[form.source, form.target] = np.array(seconds)[form.which]
         if mesh.uneven:
             self._leave_out_uneven(tuple(shape), mesh)
