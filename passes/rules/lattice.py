@@ -98,10 +98,10 @@ class _Form:
 
 
 @lru_cache(maxsize=4096)
-def _form(axes: tuple[tuple[str, int], ...], shape: tuple[int, ...], owed: int) -> _Form:
+def _form(axes: tuple[tuple[str, int], ...], shape: tuple[int, ...], owed: int, steps: Steps) -> _Form:
     """The form of lattices of tensors of one shape that owe none but these reductions (bits)."""
     on_mesh = shards(axes, len(shape))
-    letters, steps = on_mesh.letters, steps_between(on_mesh.letters, owed)
+    letters = on_mesh.letters
     numbers = np.flatnonzero(on_mesh.divide(shape) & (letters.owed & ~owed == 0))
     places = np.full(len(letters.specs), -1)
     places[numbers] = np.arange(len(numbers))
@@ -122,9 +122,9 @@ class Lattice:
         self, shape: Sequence[int], nbytes: int, mesh: Mesh, cost: CollectiveCost, copy_s: float, ops: tuple[str, ...]
     ) -> None:
         owed = sum(BIT[op] for op in ops)
-        form = _form(mesh.axes, tuple(shape), owed)
         self.letters = shards(mesh.axes, len(shape)).letters
         self._steps = steps_between(self.letters, owed)
+        form = _form(mesh.axes, tuple(shape), owed, self._steps)
         self._numbers, self.places = form.numbers, form.places
         n = len(self._numbers)
         self._between: dict[tuple[tuple[int, ...], tuple[int, ...], bytes, bytes], np.ndarray] = {}
