@@ -73,6 +73,8 @@ class TemplatePlan:
     spec and converted inside also has that one, under its name with "@given".
 
     recompute: values of forward that backward makes again instead of their being kept (`autopar.passes.recompute`).
+    recompute_calls: the first calls of the template in the stage that do so, of those that have a backward (None: all);
+    recompute_after: what the calls after these make again instead.
     offload: kept values that rest in the memory tier `offload_tier` from forward to backward (`autopar.passes.shard.offload`).
     overlap: which lines run while messages travel, a name of OVERLAPS (`autopar.passes.lower.overlap`).
     pieces: into how many pieces of the batch blocks are cut, so that messages of one travel while another is computed with; cut:
@@ -83,6 +85,8 @@ class TemplatePlan:
     strategies: StrategyTexts
     specs: dict[str, SpecText]
     recompute: tuple[str, ...] = field(default=(), metadata=SPARSE)
+    recompute_calls: Annotated[int, integer(1)] | None = field(default=None, metadata=SPARSE)
+    recompute_after: tuple[str, ...] = field(default=(), metadata=kept(beside="recompute_calls"))
     offload: tuple[str, ...] = field(default=(), metadata=SPARSE)
     offload_tier: Tier = field(default=HOST_MEMORY.name, metadata=kept(beside="offload"))
     overlap: Annotated[str, choice(OVERLAPS)] = field(default="", metadata=SPARSE)

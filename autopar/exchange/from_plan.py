@@ -43,6 +43,11 @@ def layout_of(program: Compiled) -> tuple[Layout, tuple[NotCarried, ...]]:
         left.append(NotCarried("stages have meshes of their own", f"that of the longest, {stage.mesh}, for all"))
     modules, odd = _modules(program, {axis for axis in stage.mesh.names if roles.get(axis) == "tp"})
     recompute, recomputed = _recompute(program)
+    layers = _recompute_layers(program)
+    if layers is None and any(t.recompute_calls is not None for s in plan.stages for t in s.templates.values()):
+        recomputed.append(
+            NotCarried("the first calls of a block recompute otherwise than the others", "all of them alike")
+        )
     groups = len(program.lowered.graph.groups)
     batch = program.request.batch
     timed = tuple(plan.table)
@@ -63,6 +68,7 @@ def layout_of(program: Compiled) -> tuple[Layout, tuple[NotCarried, ...]]:
         zero=zero,
         reshard_after_forward=True if zero == 3 else None,
         recompute=recompute,
+        recompute_layers=layers,
         offload=_offload(program),
         precision=plan.precision,
         modules=modules,
@@ -278,6 +284,19 @@ def _recompute(program: Compiled) -> tuple[str, list[NotCarried]]:
     return nearest, [
         NotCarried(f"{values} values that backward makes again are chosen one by one", f"recompute {nearest}")
     ]
+
+
+def _recompute_layers(program: Compiled) -> int | None:
+    """The layers of every stage that recompute, where these are as many in all and the others recompute nothing; None where all
+    do, or that cannot be said."""
+    numbers = {
+        how.recompute_calls
+        for stage in program.plan.stages
+        for name, how in stage.templates.items()
+        if how.recompute and sum(call.template == name for call in program.ir.calls[slice(*stage.calls)]) > 1
+    }
+    keep = not any(how.recompute_after for stage in program.plan.stages for how in stage.templates.values())
+    return next(iter(numbers)) if len(numbers) == 1 and keep else None
 
 
 def _offload(program: Compiled) -> str:

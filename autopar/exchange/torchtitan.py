@@ -30,7 +30,14 @@ from autopar.ir.actions import StageGraph, parse_row
 from autopar.ir.schedules import schedule_row
 from autopar.runtime.program.actions import Action
 
-SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
+SCHEDULES = {
+    "1f1b": "1F1B",
+    "gpipe": "GPipe",
+    "interleaved": "Interleaved1F1B",
+    "interleaved-zb": "InterleavedZeroBubble",
+    "zb-v": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
 """Schedules with a class in torch; others are tables."""
 CSV = "schedule.csv"
 _PARALLELISM, _TRAINING = "parallelism.", "training."
@@ -173,7 +180,8 @@ def write(layout: Layout, facts: Facts) -> Written:
 
 def schedule_csv(layout: Layout) -> str:
     """The actions of every rank. Raises InputError where the number of microbatches is not known."""
-    graph = StageGraph.chain(layout.pp, layout.virtual_stages)
+    shape = "v" if layout.schedule and schedule_row(layout.schedule).shape == "v" else "loop"
+    graph = StageGraph.chain(layout.pp, layout.virtual_stages, shape)
     rows: list[Sequence[Action]] = [parse_row(row) for row in layout.table]
     if not rows:
         if layout.microbatches is None:
@@ -236,7 +244,7 @@ def read(text: str) -> Read:
             schedule=layout.schedule or "1f1b",
             micro_batch=values.get(f"{_PARALLELISM}pipeline_parallel_microbatch_size", 1),
         )
-    if layout.schedule == "interleaved":
+    if layout.pp > 1 and not schedule_row(layout.schedule).serves(1):
         layout = replace(layout, virtual_stages=2)
     return Read(layout, {**said.unknown, **({"pipeline_parallel_schedule_csv": str(actions)} if actions else {})})
 

@@ -25,14 +25,15 @@ class LoweredTemplate:
     """forward(params…, inputs…) -> outputs…, saved; backward(saved, params…, tangents…) -> gradients. Stages that run a
     template alike share it.
 
-    Where the schedule runs B and W apart, backward returns the gradients of the inputs and `later`, and
-    weights(later) -> gradients of the parameters. late_params: slots of the parameters that backward reads as its own
-    ops want them; again_params: slots of those that ops which run again want as in forward (after the former). kept:
-    the template's values that `saved` holds. offload: places in `saved` of values that rest in `offload_tier` from forward
+    planned_as: the name under which the plan knows it. Where the schedule runs B and W apart, backward returns the gradients of
+    the inputs and `later`, and weights(later) -> gradients of the parameters. late_params: slots of the parameters that backward
+    reads as its own ops want them; again_params: slots of those that ops which run again want as in forward (after the former).
+    kept: the template's values that `saved` holds. offload: places in `saved` of values that rest in `offload_tier` from forward
     to backward.
     """
 
     name: str
+    planned_as: str
     forward: Function
     backward: Function | None
     saved: tuple[str, ...]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -62,7 +62,8 @@ class Template:
     """One distinct block.
 
     params, inputs: placeholder names. outputs: value names. tangents[i]: placeholder of the gradient of output i, or
-    None. input_grads[i], param_grads[i]: value names of gradients, or None.
+    None. input_grads[i], param_grads[i]: value names of gradients, or None. first_of: the template of which this one has the
+    first calls of a stage, where these recompute otherwise than the others (`autopar.passes.lower.first_calls`).
     """
 
     name: str
@@ -74,6 +75,22 @@ class Template:
     input_grads: tuple[str | None, ...]
     param_grads: tuple[str | None, ...]
     random: bool = False
+    first_of: str = ""
+
+    @property
+    def planned_as(self) -> str:
+        """The name under which plans know the template."""
+        return self.first_of or self.name
+
+    @cached_property
+    def _of_first_calls(self) -> dict[str, Template]:
+        return {}
+
+    def of_first_calls(self, name: str) -> Template:
+        """The same block under another name, for the first calls of a stage; the same object whenever it is asked for."""
+        if name not in self._of_first_calls:
+            self._of_first_calls[name] = replace(self, name=name, first_of=self.name)
+        return self._of_first_calls[name]
 
     @cached_property
     def nodes(self) -> dict[str, fx.Node]:

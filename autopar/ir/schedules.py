@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from autopar.errors import PlanError
 from autopar.ir import tables
-from autopar.ir.actions import Table
+from autopar.ir.actions import StageGraph, Table
 
 InFlight = Callable[[int, int, int], float]
 """(stages after this one, stages, microbatches M) -> microbatches whose values a stage holds at once."""
@@ -36,18 +36,25 @@ def every_microbatch(after: int, stages: int, M: int) -> float:
     return M
 
 
-def as_the_first(rule: InFlight) -> InFlight:
-    """Every stage holds as many as the first by another rule: what one of them does not wait for before B, it has left for W."""
-    return lambda after, stages, M: rule(stages - 1, stages, M)
+def as_the_first(rule: InFlight, V: int = 1) -> InFlight:
+    """Every group of V stages holds as many as the first by another rule: what one of them does not wait for before B, it has
+    left for W."""
+
+    def first(after: int, stages: int, M: int) -> float:
+        p = max(1, stages // V)
+        return rule(stages - 1 - (stages - 1 - after) // p * p, stages, M)
+
+    return first
 
 
-def interleaved(V: int) -> InFlight:
-    """Interleaved 1F1B with V stages per group: what is in flight per stage when the warm-up of its group ends."""
+def interleaved(V: int, ahead: int = 2) -> InFlight:
+    """Interleaved 1F1B with V stages per group: what is in flight per stage when the warm-up of its group ends, which is `ahead`
+    forwards longer for every group after it."""
 
     def rule(after: int, stages: int, M: int) -> float:
         p = max(1, stages // V)
         chunk, group = divmod(stages - 1 - after, p)
-        alive = min(2 * (p - 1 - group) + (V - 1) * p + 1, -(-M // p) * p * V)
+        alive = min(ahead * (p - 1 - group) + (V - 1) * p + 1, -(-M // p) * p * V)
         rounds, rest = divmod(alive, p * V)
         return min(M, rounds * p + min(p, max(0, rest - chunk * p)))
 
@@ -77,7 +84,7 @@ class Schedule:
     For the search: tried is its place among the schedules that are tried unless the user names one (0: only when it is
     named), most_actions the longest step for which it is. in_flight(V) is what a stage of a chain holds from F to B with V stages
     per group, which cuts count on; of a timed schedule it is the least, and a table that holds more is refused later, by its
-    bytes. until_weights: the same from F to W (None: B has all of backward). branch_idle_left is the share that is left of
+    bytes. until_weights(V): the same from F to W (None: B has all of backward). branch_idle_left is the share that is left of
     what 1F1B idles on branches side by side.
     """
 
@@ -92,7 +99,7 @@ class Schedule:
     tried: int = 0
     most_actions: int | None = None
     in_flight: Callable[[int], InFlight] = as_one_f_one_b
-    until_weights: InFlight | None = None
+    until_weights: Callable[[int], InFlight] | None = None
     branch_idle_left: float = 0.4
 
     def serves(self, stages_per_group: int) -> bool:
@@ -101,10 +108,11 @@ class Schedule:
         return least <= stages_per_group and (most is None or stages_per_group <= most)
 
     def held_by_group(self, group: int, p: int, M: int, V: int = 1) -> float:
-        """Microbatches, of all its V stages together, that a group of a chain of p groups in a loop holds until backward has
-        done with them."""
-        rule = self.until_weights or self.in_flight(V)
-        return sum(rule(p * V - 1 - stage, p * V, M) for stage in range(group, p * V, p)) / V
+        """Microbatches, of all its V stages together, that a group of a chain of p groups holds until backward has done with
+        them."""
+        rule = (self.until_weights or self.in_flight)(V)
+        stages = StageGraph.chain(p, V, "v" if self.shape == "v" else "loop").groups[group]
+        return sum(rule(p * V - 1 - stage, p * V, M) for stage in stages) / V
 
 
 SCHEDULES: dict[str, Schedule] = {}
@@ -169,7 +177,7 @@ for _row in (
         tables.zb_h1,
         splits_backward=True,
         tried=2,
-        until_weights=as_the_first(one_f_one_b),
+        until_weights=lambda V: as_the_first(one_f_one_b),
     ),
     Schedule(
         "zb-h2",
@@ -178,7 +186,28 @@ for _row in (
         splits_backward=True,
         tried=3,
         in_flight=lambda V: twice_one_f_one_b,
-        until_weights=as_the_first(twice_one_f_one_b),
+        until_weights=lambda V: as_the_first(twice_one_f_one_b),
+    ),
+    Schedule(
+        "interleaved-zb",
+        "ZB-H1 with V stages per group: 1/V of its bubble, V times the sends",
+        tables.interleaved_zb,
+        stages=(2, None),
+        shape="loop",
+        splits_backward=True,
+        tried=4,
+        in_flight=lambda V: interleaved(V, 1),
+        until_weights=lambda V: as_the_first(interleaved(V, 1), V),
+    ),
+    Schedule(
+        "dualpipev",
+        "two stages per group in a V, forwards of one way beside backwards of the other: half a microbatch more than 1F1B holds",
+        tables.dualpipe_v,
+        stages=(2, 2),
+        shape="v",
+        splits_backward=True,
+        in_flight=lambda V: one_f_one_b,
+        until_weights=lambda V: one_f_one_b,
     ),
 ):
     register(_row)

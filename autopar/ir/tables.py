@@ -93,18 +93,33 @@ def interleaved(graph: StageGraph, m: int) -> Table:
     Group i warms up with 2(p-1-i) + (V-1)p forwards. Where p does not divide m, the order is that of the next multiple
     of p without the microbatches that are not there: a part of an order without cycles has none.
     """
+    return _interleaved(graph, m, 2, splits=False)
+
+
+def interleaved_zb(graph: StageGraph, m: int) -> Table:
+    """Interleaved zero bubble: the interleaved order with B and W apart, so that gradients go back sooner and group i warms up
+    with p-1-i + (V-1)p forwards alone; W of group i follows its B i actions later. ZB-H1 with V stages per group (Qi et al.,
+    2024), as `ScheduleInterleavedZeroBubble` of `torch.distributed.pipelining` has it."""
+    return _interleaved(graph, m, 1, splits=True)
+
+
+def _interleaved(graph: StageGraph, m: int, ahead: int, splits: bool) -> Table:
+    """ahead: forwards that a group warms up with for every group after it. splits: B and W apart."""
     p, V = len(graph.groups), len(graph.groups[0])
     rounds = -(-m // p)
     total = rounds * p * V
     walk = [((k // (p * V)) * p + k % p, (k % (p * V)) // p) for k in range(total)]
     table = []
     for i, group in enumerate(graph.groups):
-        warmup = min(2 * (p - 1 - i) + (V - 1) * p, total)
+        warmup, back = min(ahead * (p - 1 - i) + (V - 1) * p, total), group[::-1]
         row = [Action("F", mb, group[c]) for mb, c in walk[:warmup]]
-        for k in range(total):
+        for k, (mb, c) in enumerate(walk):
             if k + warmup < total:
                 row.append(Action("F", walk[k + warmup][0], group[walk[k + warmup][1]]))
-            row.append(Action("B", walk[k][0], group[V - 1 - walk[k][1]]))
+            row.append(Action("B", mb, back[c]))
+            if splits and k >= i:
+                row.append(Action("W", walk[k - i][0], back[walk[k - i][1]]))
+        row += [Action("W", mb, back[c]) for mb, c in walk[max(total - i, 0) :] if splits]
         table.append(tuple(a for a in row if a.microbatch < m))
     return tuple(table)
 
@@ -144,5 +159,56 @@ def zb_v(graph: StageGraph, m: int) -> Table:
             run("BW", low)
         run("W" * (total - count["W", high]), high)
         run("W" * (total - count["W", low]), low)
+        table.append(tuple(a for a in row if a.microbatch < m))
+    return tuple(table)
+
+
+def dualpipe_v(graph: StageGraph, m: int) -> Table:
+    """DualPipeV: DeepSeek's DualPipe cut in half, stages g and 2p-1-g on group g, so that a forward of one way through the V
+    stands beside a backward of the other and their messages can be hidden.
+
+    Group g fills the V, then runs B, W, F of its upper stage until the lower one hears back, then pairs of F and backward, of
+    the lower and the upper stage in turn, then the backwards that are left. W follows its B, but for the last backwards, whose W
+    fill the bubble. As in `dualpipev.py` of deepseek-ai/DualPipe; written for 2p microbatches or more, of which those beyond m
+    are left out.
+    """
+    p = len(graph.groups)
+    total = max(m, 2 * p)
+    table = []
+    for g, (low, high) in enumerate(graph.groups):
+        row: list[Action] = []
+        count = {(kind, s): 0 for kind in "FBW" for s in (low, high)}
+
+        def run(kinds: str, s: int, row: list[Action] = row, count: dict[tuple[str, int], int] = count) -> None:
+            for kind in kinds:
+                row.append(Action(kind, count[kind, s], s))
+                count[kind, s] += 1
+
+        run("F" * (2 * (p - 1 - g)), low)
+        for _ in range(g + 1):
+            run("F", low)
+            run("F", high)
+        for _ in range(p - 1 - g):
+            run("BWF", high)
+        for _ in range(total - 2 * p + g + 1):
+            run("F", low)
+            run("BW", high)
+            run("F", high)
+            run("BW", low)
+        for _ in range(p - 1 - g):
+            run("BW", high)
+            run("F", high)
+            run("BW", low)
+        waiting: list[int] = []
+        for k, s in enumerate(s for _ in range(g + 1) for s in (high, low)):
+            apart = k > g  # the second half of them
+            run("B" if apart else "BW", s)
+            waiting += [s] if apart else []
+        for _ in range(p - 1 - g):
+            run("W", waiting.pop(0))
+            run("B", low)
+            waiting.append(low)
+        for s in waiting:
+            run("W", s)
         table.append(tuple(a for a in row if a.microbatch < m))
     return tuple(table)

@@ -101,8 +101,9 @@ def _form(program: Compiled) -> dict[str, Any]:
 
 
 def _calls(program: Compiled) -> tuple[CallFacts, ...]:
-    """Calls with what they keep for backward; stages that share their functions keep the same."""
-    pricers, by_function = Pricers(program.cluster), dict[int, list[tuple[float, float]]]()
+    """Calls with what they keep for backward; stages that share their functions keep the same. The first calls of a template that
+    recompute otherwise than the others are of the template that lowering made of them."""
+    pricers, by_function = Pricers(program.cluster), dict[int, list[tuple[str, float, float]]]()
     facts: list[CallFacts] = []
     for stage, plan in zip(program.stages, program.plan.stages, strict=True):
         first, last = plan.calls
@@ -110,11 +111,13 @@ def _calls(program: Compiled) -> tuple[CallFacts, ...]:
             probe = probe_of(pricers[stage.mesh])
             held = held_by_call(stage, probe) if program.training else {}
             later = held_by_call(stage, probe, "B") if stage.weights is not None else {}
-            begin = min((call.number for call in stage.forward.calls), default=first)
-            numbers = range(begin, begin + last - first)
-            by_function[id(stage.forward)] = [(float(held.get(n, 0)), float(later.get(n, 0))) for n in numbers]
-        calls = program.ir.calls[first:last]
-        facts += [CallFacts(c.template, c.path, *n) for c, n in zip(calls, by_function[id(stage.forward)], strict=True)]
+            template_of = {call.number: call.template for function in stage.functions for call in function.calls}
+            by_function[id(stage.forward)] = [
+                (name, float(held.get(n, 0)), float(later.get(n, 0))) for n, name in sorted(template_of.items())
+            ]
+        paths = [call.path for call in program.ir.calls[first:last]]
+        kept = zip(paths, by_function[id(stage.forward)], strict=True)
+        facts += [CallFacts(name, path, *nbytes) for path, (name, *nbytes) in kept]
     return tuple(facts)
 
 

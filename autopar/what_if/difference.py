@@ -119,9 +119,11 @@ def _order(plan: Plan) -> str:
 
 
 def _recompute(plan: Plan) -> str:
-    """How many values backward makes again, of all templates of all stages."""
-    again = sum(len(template.recompute) for stage in plan.stages for template in stage.templates.values())
-    return f"{again} values of blocks" if again else "none"
+    """How many values backward makes again, of all templates of all stages, and in how many calls that not all of them do so."""
+    templates = [template for stage in plan.stages for template in stage.templates.values()]
+    again, first = sum(len(t.recompute) for t in templates), sum(t.recompute_calls or 0 for t in templates)
+    calls = f", in {first} first calls otherwise than after them" if first else ""
+    return f"{again} values of blocks{calls}" if again else "none"
 
 
 def _stored(plan: Plan) -> dict[str, str]:

@@ -52,7 +52,7 @@ def measure(
     """Units of a whole program lowered (with B and W apart) on one mesh."""
     n = len(program.calls)
     per_call = {
-        name: template_seconds(t, plan.templates[name], program.templates[name], pricer, rules)
+        name: template_seconds(t, plan.templates[t.planned_as], program.templates[t.planned_as], pricer, rules)
         for name, t in stage.templates.items()
     }
     seconds = {action: np.zeros(n) for action in "FBW"}

@@ -145,7 +145,7 @@ def _stage_price(
 ) -> StagePrice:
     """The bill of one stage and its reading."""
     calls = {
-        name: template_bill(t, plan.templates[name], templates[name], pricer, rules)
+        name: template_bill(t, plan.templates[t.planned_as], templates[t.planned_as], pricer, rules)
         for name, t in stage.templates.items()
     }
     bill, moves = _with_tiers(

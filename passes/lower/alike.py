@@ -41,7 +41,10 @@ def stage_kind(part: Program, plan: StagePlan, kind: Callable[[str], Hashable]) 
     return (
         calls,
         tuple(
-            (id(t.strategies), id(t.specs), name, t.recompute, t.offload, t.offload_tier, t.overlap, t.pieces, t.cut)
+            (
+                (id(t.strategies), id(t.specs), name, t.recompute, t.recompute_calls, t.recompute_after),
+                (t.offload, t.offload_tier, t.overlap, t.pieces, t.cut),
+            )
             for name, t in templates
         ),
         tuple((kind(name), plan.parameters[name], name in foreign) for name in part.parameters),

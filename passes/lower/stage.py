@@ -14,6 +14,7 @@ from autopar.ir.lowered import LoweredStage
 from autopar.ir.program import Program
 from autopar.passes.lower.backward import Backward
 from autopar.passes.lower.context import StageContext
+from autopar.passes.lower.first_calls import first_calls_apart
 from autopar.passes.lower.forward import Forward
 from autopar.passes.lower.rows import row_axes
 from autopar.passes.price.pricer import Pricers
@@ -32,6 +33,7 @@ def lower_stage(
 ) -> LoweredStage:
     """One stage's program (`autopar.passes.lower.cut`) as local lines. split: B and W apart. compression: of gradients, as the
     plan says. Raises PlanError."""
+    program, stage = first_calls_apart(program, stage)
     context = StageContext(program, stage, pricers[stage.mesh], rules, split, pricers.memo, compression)
     prologue = [i for i, call in enumerate(program.calls) if call.prologue] if microbatches > 1 else []
     prepare = Forward(context, "prepare", prologue).prepare() if prologue else None

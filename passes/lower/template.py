@@ -110,13 +110,23 @@ def _lowered(planned: PlannedTemplate, backward: bool, split: bool) -> LoweredTe
         front = _forward(planned, backward)
         if not backward:
             return LoweredTemplate(
-                template.name, front.function, None, (), template.random, front.outputs, (), (), late_params
+                template.name,
+                template.planned_as,
+                front.function,
+                None,
+                (),
+                template.random,
+                front.outputs,
+                (),
+                (),
+                late_params,
             )
         back = _backward(planned, front, late_params, split)
     except ShardingError as error:
         raise PlanError(f"template {template.name}: {error}") from error
     return LoweredTemplate(
         template.name,
+        template.planned_as,
         front.function,
         back.function,
         front.saved_names,

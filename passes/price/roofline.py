@@ -23,8 +23,10 @@ def calls_roofline(
 ) -> Roofline:
     """The ops of all calls of one microbatch on a rank of a stage. Copies of conversions and joins are none of them."""
     by_action = {
-        name: dict(zip("FBW", _actions(lowered, plan.templates[name], templates[name], pricer, rules), strict=True))
-        for name, lowered in stage.templates.items()
+        name: dict(
+            zip("FBW", _actions(t, plan.templates[t.planned_as], templates[t.planned_as], pricer, rules), strict=True)
+        )
+        for name, t in stage.templates.items()
     }
     whole = NOTHING_BOUND
     for action, function in stage.by_action:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, starmap
 from typing import Annotated
 
 from autopar.ir.memory_levers import RECOMPUTE_POLICIES
 from autopar.ir.program import Program
 from autopar.passes.lower.cut import cut
+from autopar.passes.lower.first_calls import first_calls_apart
 from autopar.passes.price.pricer import Pricers
 from autopar.passes.recompute.choose import Choice, hull, of_values
 from autopar.passes.recompute.problem import RecomputeProblem, recompute_problems
@@ -40,7 +41,8 @@ def curves(program: Program, plan: Plan, pricers: Pricers, rules: RuleBook) -> l
     """One per stage of a plan for training."""
     hulls: dict[RecomputeProblem, list[Choice]] = {}
     stage_curves: list[Curve] = []
-    for part, stage in zip(cut(program, [s.calls for s in plan.stages]), plan.stages, strict=True):
+    parts = cut(program, [s.calls for s in plan.stages])
+    for part, stage in starmap(first_calls_apart, zip(parts, plan.stages, strict=True)):
         problems = recompute_problems(part, stage, pricers[stage.mesh], rules)
         for problem in problems.values():
             if problem not in hulls:

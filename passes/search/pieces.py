@@ -79,14 +79,14 @@ def _as_they_come(program: Program, lowered: LoweredStage) -> dict[tuple[str, st
         for line in function.lines:
             if not isinstance(line, (CallForward, CallBackward)):
                 continue
-            template = program.templates[line.template]
+            name = lowered.templates[line.template].planned_as
+            template = program.templates[name]
             names = line.inputs if isinstance(line, CallForward) else line.tangents
             values = template.inputs if isinstance(line, CallForward) else _tangents(template)
-            for value, name in zip(values, names, strict=True):
-                source = name
+            for value, source in zip(values, names, strict=True):
                 while isinstance(before := made.get(source), Convert):
                     source = before.value
-                key = line.template, value
+                key = name, value
                 spec = known.get(source)
                 specs[key] = spec if specs.get(key, spec) == spec else None
     return specs

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import starmap
 from typing import Any
 
 from autopar.errors import PlanError
 from autopar.ir.program import Program
 from autopar.ir.setting import Setting
 from autopar.passes.lower.cut import cut
+from autopar.passes.lower.first_calls import first_calls_apart
 from autopar.passes.price.pricer import Pricer, Pricers
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.shard.graph import FactorGraph, Key
@@ -20,9 +22,8 @@ from autopar.plan import Plan, StagePlan
 def evaluate(program: Program, plan: Plan, pricers: Pricers, rules: RuleBook, setting: Setting) -> Solution:
     """Cost and memory of a plan, of its stages one after the other. Raises PlanError when its choices do not exist."""
     parts = cut(program, [stage.calls for stage in plan.stages])
-    solutions = [
-        _stage(part, stage, pricers[stage.mesh], rules, setting) for part, stage in zip(parts, plan.stages, strict=True)
-    ]
+    stages = starmap(first_calls_apart, zip(parts, plan.stages, strict=True))
+    solutions = [_stage(part, stage, pricers[stage.mesh], rules, setting) for part, stage in stages]
     if len(solutions) == 1:
         return solutions[0]
     cost, memory = sum(s.cost for s in solutions), max(s.memory for s in solutions)

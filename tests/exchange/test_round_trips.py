@@ -16,6 +16,7 @@ from autopar.exchange.formats import FORMATS
 from autopar.exchange.keys import Facts
 from autopar.exchange.layout import Layout, StageUnits
 from autopar.exchange.to_options import options_of
+from autopar.ir.schedules import schedule_row
 from tests.exchange.published import RUNS, Run
 
 every_run = pytest.mark.parametrize("run", RUNS, ids=lambda run: run.id)
@@ -188,12 +189,12 @@ def test_what_a_format_has_no_key_for_is_listed() -> None:
     assert deepspeed.write(layout, Facts(ranks=8)).carried.dp == 4
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", ["zb-h1", "gpipe", "1f1b", "interleaved", "interleaved-zb"])
 def test_torch_reads_the_tables_of_schedules(schedule: str) -> None:
     layout = Layout(
         dp=1,
         pp=2,
-        virtual_stages=2 if schedule == "interleaved" else 1,
+        virtual_stages=2 if schedule.startswith("interleaved") else 1,
         schedule=schedule,
         micro_batch=1,
         global_batch=4,
@@ -205,6 +206,19 @@ def test_torch_reads_the_tables_of_schedules(schedule: str) -> None:
         assert all(action.stage_index % 2 == group for action in row)
         assert sum(str(action)[1] == "F" for action in row) == 4 * layout.virtual_stages
         assert [str(action) for action in row] == rows[group]
+
+
+@pytest.mark.parametrize(("schedule", "name"), list(torchtitan.SCHEDULES.items()))
+def test_torchtitan_is_told_the_schedules_of_torch_by_name_and_reads_them(schedule: str, name: str) -> None:
+    chunks = 1 if schedule_row(schedule).serves(1) else 2
+    layout = Layout(
+        dp=1, pp=2, virtual_stages=chunks, schedule=schedule, micro_batch=1, global_batch=8, precision="bf16"
+    )
+    text = torchtitan.write(layout, Facts(ranks=2)).files["recipe.py"]
+    assert torchtitan.sections(text)["parallelism.pipeline_parallel_schedule"] == name
+    assert hasattr(torch_schedules, f"Schedule{name}")
+    read = torchtitan.read(text).layout
+    assert (read.schedule, read.virtual_stages) == (schedule, chunks)
 
 
 def test_another_schedule_is_carried_as_its_table() -> None:

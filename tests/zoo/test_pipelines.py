@@ -16,8 +16,8 @@ from autopar.passes.lower.cut import cut_points
 from tests.zoo.models import BY_NAME, MODELS, ZooModel
 from tests.zoo.pipelined import SAMPLES, assert_right, on_ranks
 
-SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-auto", "interleaved", "zb-v")
-TWO_STAGES = ("interleaved", "zb-v")
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-auto", "interleaved", "zb-v", "interleaved-zb", "dualpipev")
+TWO_STAGES = ("interleaved", "zb-v", "interleaved-zb", "dualpipev")
 RANDOM_PLANS = 50
 
 every_model = pytest.mark.parametrize("zoo", MODELS, ids=str)
@@ -44,7 +44,10 @@ def check(zoo: ZooModel, pp: int, schedule: str, m: int, seed: int, ranks: int =
 @every_model
 @pytest.mark.parametrize(
     ("pp", "schedule"),
-    [(2, "1f1b"), (2, "zb-v"), (2, "interleaved"), (3, "zb-h2"), (3, "gpipe"), (4, "zb-h1"), (4, "zb-auto")],
+    [
+        *[(2, "1f1b"), (2, "zb-v"), (2, "interleaved"), (3, "zb-h2"), (3, "gpipe"), (4, "zb-h1"), (4, "zb-auto")],
+        *[(2, "interleaved-zb"), (2, "dualpipev")],
+    ],
 )
 def test_a_pipeline_equals_one_device(zoo: ZooModel, pp: int, schedule: str) -> None:
     check(zoo, pp, schedule, 4, seed=pp)

@@ -19,7 +19,7 @@ from autopar.ir.mesh import Mesh
 from autopar.passes.search.lower_bounds import could_fit, least_bytes
 from autopar.passes.search.microbatches import TasksByCount, microbatch_counts
 from autopar.passes.search.one_mesh.joint import JointSearch
-from autopar.passes.search.one_mesh.within_memory import fastest_within_limit, joint_on
+from autopar.passes.search.one_mesh.within_memory import fastest_within_limit, joint_on, relieved
 from autopar.passes.search.task import RankedPlans, Task, account_of
 from autopar.passes.shard.meshes import candidate_meshes
 from autopar.passes.shard.priced_plan import PricedPlan
@@ -111,10 +111,7 @@ class ShortMemorySearch:
             if self.byte_price and not self._may_win(joint.bound_s(self.byte_price, task.limit - self.moment_bytes)):
                 continue
             candidate = self._plan(task, joint)
-            faster = candidate is not None and candidate.step_s < self.best_s
-            if candidate is not None and faster:
-                self._keep(task, joint, candidate)
-            yield candidate if faster else None
+            yield None if candidate is None else self._kept(task, joint, candidate)
             if candidate is not None and not any(t.recompute for t in candidate.plan.stages[0].templates.values()):
                 return
 
@@ -129,10 +126,17 @@ class ShortMemorySearch:
             return None
         return None if isinstance(result, Shortage) else result
 
-    def _keep(self, task: Task, joint: JointSearch, candidate: PricedPlan) -> None:
-        self.best_s, self.byte_price = candidate.step_s, joint.price
+    def _kept(self, task: Task, joint: JointSearch, candidate: PricedPlan) -> PricedPlan | None:
+        """The plan with as little recomputed as fits, where it is faster than all before."""
+        if candidate.step_s * _WORTH >= self.best_s:
+            return None
+        best = relieved(task, candidate)
+        if best.step_s >= self.best_s:
+            return None
+        self.best_s, self.byte_price = best.step_s, joint.price
         self.moment_bytes = _MOMENT * max(account_of(candidate).peak_bytes - candidate.solution.memory, 0.0)
-        self.faster.append((task, candidate))
+        self.faster.append((task, best))
+        return best
 
 
 def _offload_kinds(task: Task) -> list[frozenset[str]]:

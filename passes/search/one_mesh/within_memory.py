@@ -10,11 +10,13 @@ ones.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.setting import Setting
 from autopar.passes.search.by_microbatch import finished
 from autopar.passes.search.one_mesh.joint import CLOSE, JointSearch, Point
+from autopar.passes.search.recompute_levels import with_less_recompute
 from autopar.passes.search.task import Task, account_of
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.solve import Shortage, Solution
@@ -89,6 +91,14 @@ def fastest_within_limit(task: Task, joint: JointSearch, useless_from_s: float =
 def _little_to_gain(candidate: PricedPlan, too_large: Point) -> bool:
     """Whether a plan is hardly slower than a point of more bytes than fit, which what lies between does not beat."""
     return candidate.solution.cost - too_large.seconds <= _LITTLE * candidate.solution.cost
+
+
+def relieved(task: Task, candidate: PricedPlan) -> PricedPlan:
+    """A plan that fits with as little recomputed as fits (`recompute_levels`). What rests in memory tiers was chosen with what is
+    kept, so a plan that has values there stays as it is."""
+    parks = any(t.offload for stage in candidate.plan.stages for t in stage.templates.values())
+    less = None if parks else with_less_recompute(task, candidate)
+    return candidate if less is None else replace(candidate, plan=less[0], lowered=None, account=less[1])
 
 
 def candidate_at(task: Task, point: Point, bound_s: float) -> PricedPlan:

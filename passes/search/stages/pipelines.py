@@ -21,7 +21,7 @@ from autopar.passes.search.stages.plan_of_draft import (
     drafts_in_memory,
     plan_that_fits,
     ranked,
-    with_less_recompute,
+    relieved,
 )
 from autopar.passes.search.stages.submesh import SubmeshPlans
 from autopar.passes.search.task import RankedPlans, Task
@@ -69,7 +69,7 @@ def search_pipelines(submeshes: SubmeshPlans, best_s: float, rival: Rival | None
                 plans = [plan, *plans]
                 yield ranked(plans)
     if plans:
-        yield ranked([with_less_recompute(plans[0]), *plans[1:]])
+        yield ranked([relieved(plans[0]), *plans[1:]])
     elif asks_for_pipeline(task.options):
         error = NoRoomError(_no_pipeline(task, search.nearest))
         error.would_fit_bytes = search.nearest.needed_bytes if search.nearest is not None else None

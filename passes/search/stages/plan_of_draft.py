@@ -11,15 +11,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.ir.actions import splits_backward
 from autopar.ir.mesh import Mesh
-from autopar.passes.account.program import under
 from autopar.passes.lower.cut import cut
 from autopar.passes.search.by_microbatch import may_be, reduced_by_microbatch
+from autopar.passes.search.recompute_levels import with_less_recompute
 from autopar.passes.search.stages.draft import Draft, Exact
-from autopar.passes.search.stages.recompute_levels import fitted
 from autopar.passes.search.stages.schedule_choice import candidate_under, scheduled
-from autopar.passes.search.task import RankedPlans, account_of
+from autopar.passes.search.task import RankedPlans
 from autopar.passes.shard.owners import with_owners
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import Plan, StagePlan
@@ -84,7 +82,7 @@ def best_plan(exact: Exact, rough: Draft, best_s: float) -> DraftPlan | None:
         plan = plan_that_fits(exact, in_memory, best_s * _HOPE)
         if plan is not None and (best is None or plan.cost_s < best.cost_s):
             best_s, best = min(best_s, plan.cost_s), plan
-    return best if best is None else with_less_recompute(best)
+    return best if best is None else relieved(best)
 
 
 def plan_that_fits(exact: Exact, in_memory: DraftInMemory, best_s: float) -> DraftPlan | None:
@@ -139,19 +137,8 @@ def _planned(draft: Draft, useless_from_s: float) -> PricedPlan | float:
     return again if isinstance(again, PricedPlan) else min(result, again)
 
 
-def with_less_recompute(found: DraftPlan) -> DraftPlan:
-    """The same plan and schedule with as little recomputed as fits (`recompute_levels`), where the options leave that open
-    and it is faster."""
-    draft, plan, counted = found.draft, found.candidate.plan, account_of(found.candidate)
-    task = draft.task
-    recomputes = any(t.recompute for stage in plan.stages for t in stage.templates.values())
-    if task.options.recompute != "auto" or not recomputes:
-        return found
-    split = splits_backward(counted.table)
-    result = fitted(
-        task, plan, counted.graph.groups, lambda changed: under(task.stage_costs(changed, split), counted.table)
-    )
-    if isinstance(result, float) or result[1].step_time_s >= found.cost_s:
-        return found
-    candidate = candidate_under(result[0], draft, result[1])
-    return found if isinstance(candidate, float) else DraftPlan(draft, candidate)
+def relieved(found: DraftPlan) -> DraftPlan:
+    """The same plan and schedule with as little recomputed as fits (`recompute_levels`)."""
+    less = with_less_recompute(found.draft.task, found.candidate)
+    candidate = candidate_under(less[0], found.draft, less[1]) if less is not None else math.inf
+    return found if isinstance(candidate, float) else DraftPlan(found.draft, candidate)

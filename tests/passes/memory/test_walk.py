@@ -48,6 +48,7 @@ def template(split: bool = False, saved: tuple[str, ...] = ("x", "y"), **how: tu
     backward = [*GRADIENT] if split else [*GRADIENT, DW]
     return LoweredTemplate(
         name="block",
+        planned_as="block",
         forward=Function("block_forward", ("w", "x"), tuple(forward), ("y",)),
         backward=Function("block_backward", ("w", "dy"), tuple(backward), ("dx",) if split else ("dx", "dw")),
         saved=saved,

@@ -138,6 +138,7 @@ def block(backward: Sequence[Line] | None = None) -> tuple[LoweredTemplate, Temp
     compute = Compute("aten.relu.default", {"self": Ref("x")}, outs=("r",), node=relu.name)
     lowered = LoweredTemplate(
         name="block",
+        planned_as="block",
         forward=function([compute, *CONVERTS], X),
         backward=None if backward is None else function(backward, X),
         saved=(),

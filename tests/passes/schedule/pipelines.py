@@ -14,19 +14,21 @@ from autopar.ir.actions import StageGraph
 PAPER = json.loads((Path(__file__).parent / "schedule_bubbles.json").read_text())
 
 ONE_STAGE = ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-auto", "forward")
+IN_A_LOOP = ("interleaved", "interleaved-zb")
+IN_A_V = ("zb-v", "dualpipev")
 
 
 def graph_of(name, p, V=2):
     """A chain that a schedule can run."""
     if name == "none":
         return StageGraph.chain(1, V)
-    if name == "zb-v":
+    if name in IN_A_V:
         return StageGraph.chain(p, 2, "v")
-    return StageGraph.chain(p, V if name == "interleaved" else 1)
+    return StageGraph.chain(p, V if name in IN_A_LOOP else 1)
 
 
 @st.composite
-def chains(draw, names=(*ONE_STAGE, "interleaved", "zb-v", "none"), groups=5, microbatches=9):
+def chains(draw, names=(*ONE_STAGE, *IN_A_LOOP, *IN_A_V, "none"), groups=5, microbatches=9):
     """(graph, schedule, microbatches) of a chain."""
     name = draw(st.sampled_from(names))
     return (

@@ -185,7 +185,11 @@ def test_gpipe_and_forward_run_on_any_dag_even_when_sends_wait(case):
 
 
 @pytest.mark.parametrize(
-    ("name", "graph", "m"), [("zb-h2", chain(3), 6), ("interleaved", chain(3, 2), 6), ("zb-v", chain(3, 2, "v"), 6)]
+    ("name", "graph", "m"),
+    [
+        *[("zb-h2", chain(3), 6), ("interleaved", chain(3, 2), 6), ("zb-v", chain(3, 2, "v"), 6)],
+        *[("interleaved-zb", chain(3, 2), 6), ("dualpipev", chain(3, 2, "v"), 6)],
+    ],
 )
 def test_schedules_that_run_ahead_need_sends_that_do_not_wait(name, graph, m):
     table, split = build(name, graph, m), SCHEDULES[name].splits_backward

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ortools.sat.python import cp_model
+from torch.distributed.pipelining import schedules as torch_schedules
 
 from autopar.costmodel import simulate as sim
 from autopar.errors import PlanError
@@ -29,7 +30,7 @@ from autopar.passes.schedule import greedy as greedy_module
 from autopar.passes.schedule.greedy import Policy, greedy
 from autopar.passes.schedule.proof import check_table
 from autopar.passes.schedule.timed_pipeline import TimedPipeline
-from tests.passes.schedule.pipelines import ONE_STAGE, PAPER, chains, dags, graph_of
+from tests.passes.schedule.pipelines import IN_A_LOOP, IN_A_V, ONE_STAGE, PAPER, chains, dags, graph_of
 
 chain = StageGraph.chain
 
@@ -226,6 +227,68 @@ def test_zb_v_has_no_bubble_and_1f1bs_memory_when_f_b_and_w_are_equal(p):
         assert max(in_flight(table, graph)) <= 2 * p
 
 
+SECONDS = [(1.0, 1.0, 1.0), (2.0, 3.0, 1.0), (3.0, 2.0, 2.0)]
+"""Seconds of F, B and W, of which W is no longer than F."""
+
+
+@pytest.mark.parametrize("p", [2, 4, 5])
+@pytest.mark.parametrize(("tf", "tb", "tw"), SECONDS)
+def test_interleaved_zero_bubble_idles_as_zb_h1_does_and_a_vth_of_it(tf, tb, tw, p):
+    """(p-1)(F+B-W) seconds of a stage, which with V stages per group is 1/V of those of a group."""
+    for V in (2, 3):
+        graph, m = chain(p, V), 3 * p
+        span_s = sim.makespan_s(build("interleaved-zb", graph, m), graph, sim.uniform(p * V, tf, tb, tw), {})
+        assert span_s - m * V * (tf + tb + tw) == pytest.approx((p - 1) * (tf + tb - tw))
+
+
+@pytest.mark.parametrize("p", [2, 4, 5])
+@pytest.mark.parametrize(("tf", "tb", "tw"), SECONDS)
+def test_dualpipev_idles_no_longer_than_its_authors_say(tf, tb, tw, p):
+    """(p-1)(F&B + BW - 3W), where F&B, a forward beside a whole backward BW, takes what both take."""
+    graph, m = chain(p, 2, "v"), 3 * p
+    span_s = sim.makespan_s(build("dualpipev", graph, m), graph, sim.uniform(2 * p, tf, tb, tw), {})
+    assert 0 < span_s - 2 * m * (tf + tb + tw) <= (p - 1) * (tf + 2 * (tb + tw) - 3 * tw) + 1e-9
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "interleaved-zb", "dualpipev"])
+def test_a_group_holds_until_w_what_the_row_says(name):
+    for p, V in ((2, 2), (3, 3), (4, 2)):
+        graph = graph_of(name, p, V)
+        own, m = len(graph.groups[0]), 4 * p
+        says = [SCHEDULES[name].held_by_group(g, p, m, own) * own for g in range(p)]
+        assert list(in_flight(build(name, graph, m), graph)) == pytest.approx(says)
+
+
+def actions_of(action):
+    """An action of torch's, its halves one after another, a whole backward as B and W."""
+    kind = action.computation_type
+    if kind == torch_schedules.OVERLAP_F_B:
+        return [one for half in action.sub_actions for one in actions_of(half)]
+    letters = {"FORWARD": "F", "BACKWARD_INPUT": "B", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "BW"}
+    return [Action(letter, action.microbatch_index, action.stage_index) for letter in letters[kind.name]]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "V", "rounds"),
+    [
+        ("interleaved-zb", torch_schedules.ScheduleInterleavedZeroBubble, 2, 1),
+        ("interleaved-zb", torch_schedules.ScheduleInterleavedZeroBubble, 3, 3),
+        ("dualpipev", torch_schedules.ScheduleDualPipeV, 2, 2),
+        ("dualpipev", torch_schedules.ScheduleDualPipeV, 2, 3),
+    ],
+)
+def test_the_orders_are_those_of_torch(name, kind, V, rounds):
+    for p in range(1, 6):
+        graph, m = graph_of(name, p, V), rounds * p
+        table = build(name, graph, m)
+        for g, row in enumerate(table):
+            theirs = kind.__new__(kind)  # without processes, which its constructor asks for
+            theirs.pp_group_size, theirs.rank, theirs.n_local_stages, theirs._n_microbatches = p, g, V, m
+            theirs.microbatches_per_round = p
+            actions = theirs._calculate_single_rank_operations(g)
+            assert [one for action in actions if action is not None for one in actions_of(action)] == list(row)
+
+
 @pytest.mark.parametrize(
     ("tf", "tb", "tw", "comm"), [(1.0, 1.0, 0.7, 0.03), (1.0, 1.2, 0.9, 0.1), (1.0, 2.0, 1.0, 0.0)]
 )
@@ -245,9 +308,10 @@ def test_more_memory_makes_the_automatic_schedule_no_slower_than_1f1b(p, m):
 
 
 def test_every_name_says_what_it_is_for_and_what_it_needs():
-    assert set(SCHEDULES) >= {*ONE_STAGE, "interleaved", "zb-v", "none"}
+    assert set(SCHEDULES) >= {*ONE_STAGE, *IN_A_LOOP, *IN_A_V, "none"}
     assert all(len(what) > 10 and "\n" not in what for what in (row.what for row in SCHEDULES.values()))
-    assert [n for n in SCHEDULES if SCHEDULES[n].splits_backward] == ["zb-h1", "zb-h2", "zb-auto", "zb-v"]
+    apart = {"zb-h1", "zb-h2", "zb-auto", "zb-v", "interleaved-zb", "dualpipev"}
+    assert {n for n in SCHEDULES if SCHEDULES[n].splits_backward} == apart
     assert SCHEDULES["1f1b"].stages == (1, 1)
     assert SCHEDULES["interleaved"].stages == (2, None)
     assert SCHEDULES["zb-v"].stages == (2, 2)
@@ -285,9 +349,9 @@ def test_missing_seconds_are_named():
             build("zb-auto", chain(1), 2, costs=ActionCosts(bad))
 
 
-@pytest.mark.parametrize("name", ["interleaved", "zb-v"])
+@pytest.mark.parametrize("name", [*IN_A_LOOP, *IN_A_V])
 def test_values_that_skip_stages_come_along_in_the_chain_s_order(name: str) -> None:
-    plain = chain(3, 2, "v" if name == "zb-v" else "loop")
+    plain = chain(3, 2, "v" if name in IN_A_V else "loop")
     skips = StageGraph(plain.groups, (*plain.edges, (0, 3), (1, 5)))
     table = build(name, skips, 6)
     assert table == build(name, plain, 6)

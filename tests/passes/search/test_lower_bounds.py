@@ -26,6 +26,7 @@ from autopar.passes.search.stages.submesh import SubmeshPlans
 from autopar.passes.search.task import Task
 from tests.passes.memory.test_held import parts
 from tests.passes.recompute.recomputed import with_policy
+from tests.passes.schedule.pipelines import IN_A_LOOP, IN_A_V
 from tests.zoo.models import MODELS, ZooModel
 from tests.zoo.pipelined import on_ranks
 
@@ -71,7 +72,7 @@ def test_inputs_that_rest_or_are_shared_cost_nothing() -> None:
 
 
 @pytest.mark.few(6)
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-auto", "zb-v"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-auto", *IN_A_LOOP, *IN_A_V])
 @pytest.mark.parametrize("seed", range(3))
 def test_no_pipeline_peaks_below_the_bound(schedule: str, seed: int) -> None:
     """The bound of random cuts, which in-flight rules say how many microbatches are held, is below the peaks of all groups."""

@@ -15,6 +15,7 @@ import autopar
 from autopar import ClusterSpec, Options, ParallelProgram
 from autopar.passes.search.stages.pipelines import _promising
 from autopar.passes.search.stages.plan_of_draft import DraftInMemory
+from tests.passes.schedule.pipelines import IN_A_LOOP, IN_A_V
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
 
@@ -95,11 +96,11 @@ def test_the_mesh_of_a_stage_can_be_forced() -> None:
 
 
 @pytest.mark.few(4)
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-auto", "interleaved", "zb-v"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-auto", *IN_A_LOOP, *IN_A_V])
 def test_every_schedule_can_be_asked_for(schedule: str) -> None:
     program = tower(nodes(3e11), pp=2, microbatches=4, schedule=schedule, batch=256, width=256)
     assert program.plan.schedule == schedule
-    assert len(program.plan.stages) == (4 if schedule in ("interleaved", "zb-v") else 2)
+    assert len(program.plan.stages) == (4 if schedule in (*IN_A_LOOP, *IN_A_V) else 2)
 
 
 def test_where_memory_is_short_the_schedule_holds_fewer_microbatches() -> None:

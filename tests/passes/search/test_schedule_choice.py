@@ -158,7 +158,7 @@ def test_which_schedules_are_tried_follows_from_chunks_and_shape() -> None:
 
     assert names(draft(2, 1.0))[0] == "1f1b", "the simple one first: others must be faster to replace it"
     assert set(names(draft(2, 1.0))) == {"1f1b", "zb-h1", "zb-h2", "zb-auto", "gpipe"}
-    assert names(draft(2, 1.0, chunks=2)) == ["interleaved"]
+    assert names(draft(2, 1.0, chunks=2)) == ["interleaved", "interleaved-zb"]
     assert names(draft(2, 1.0, chunks=2, shape="v")) == ["zb-v"]
     assert "zb-auto" not in names(draft(2, 1.0, chunks=2, shape="any"))
     assert names(draft(2, 1.0, schedule="zb-h2")) == ["zb-h2"]
