@@ -178,7 +178,7 @@ def read(path: Path) -> list[Line]:
 
 
 def regrets(lines: Iterable[Line]) -> list[Line]:
-    """Of every forced plan the seconds of the choice over its own."""
+    """The forced plans, each with the seconds of the choice over its own."""
     lines = list(lines)
     choices = {line["where"]: line.get("step_s", math.inf) for line in lines if line["kind"] == "choice"}
     return [
@@ -189,7 +189,7 @@ def regrets(lines: Iterable[Line]) -> list[Line]:
 
 
 def broken_laws(lines: Iterable[Line]) -> list[Line]:
-    """Of every pair that a law orders: its law, cases, and the seconds of what should be no slower over those of the other."""
+    """The pairs that a law orders: its law, cases, and the seconds of what should be no slower over those of the other."""
     planned = {line["case"]: line for line in lines if "step_s" in line}
     choices = {line["where"]: line for line in planned.values() if line["kind"] == "choice"}
     return [*_of_changes(planned, choices), *_of_devices(choices.values()), *_ended_early(planned, choices)]

@@ -61,7 +61,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of the search in a place. kind: "choice", "forced", or the law that a change is to obey; options: that
+    """A question to the search in a place. kind: "choice", "forced", or the law that a change is to obey; options: that
     differ from the defaults; cluster: the place's, changed; memory: the share of the choice's peak that a rank may take."""
 
     kind: str
