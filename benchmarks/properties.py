@@ -9,7 +9,8 @@ not run again. Models are on the meta device, and all is predicted, by the accou
     laws      of every law how far it is broken: `ratio` is the seconds of what should be no slower over those of the other
 
 More devices are of a family that has the smaller number among them. With less memory, or slower devices or links, a step is no
-faster. Another order of devices, number of processes or name of axes changes nothing. A search without time ("ended early")
+faster. Nor is it under more options.
+Another order of devices, number of processes or name of axes changes nothing. A search without time ("ended early")
 gives a plan that fits, and the bound that it names is not above the best step known.
 
 --only: part of a case's name; --kind: questions of a kind; --count: at most so many new cases, spread over all; --seconds: of
@@ -136,6 +137,7 @@ def answered(case: Case, request: Request, compiled: Compile) -> tuple[Line, Com
     """The line of a case, and how the next one is compiled. compiled: from what is known of the workload so far."""
     line = {"case": case.name, "where": case.where, "family": case.workload.family, "place": list(case.place)}
     line |= {"workload": case.workload.name, "kind": case.question.kind, "question": case.question.name}
+    line["options"] = dict(case.question.options)
     before = time.process_time()
     try:
         program = compiled(request)
@@ -192,7 +194,8 @@ def broken_laws(lines: Iterable[Line]) -> list[Line]:
     """The pairs that a law orders: its law, cases, and the seconds of what should be no slower over those of the other."""
     planned = {line["case"]: line for line in lines if "step_s" in line}
     choices = {line["where"]: line for line in planned.values() if line["kind"] == "choice"}
-    return [*_of_changes(planned, choices), *_of_devices(choices.values()), *_ended_early(planned, choices)]
+    of_choices = (*_of_changes(planned, choices), *_of_devices(choices.values()))
+    return [*of_choices, *_of_options(planned), *_ended_early(planned, choices)]
 
 
 def _pair(law: str, better: Line, other: Line, ratio: float | None = None) -> Line:
@@ -212,6 +215,16 @@ def _of_changes(planned: Mapping[str, Line], choices: Mapping[str, Line]) -> Ite
         elif law == "same":
             slower, faster = sorted((choice, line), key=lambda one: -one["step_s"])
             yield _pair(law, slower, line, slower["step_s"] / faster["step_s"])
+
+
+def _of_options(planned: Mapping[str, Line]) -> Iterator[Line]:
+    """Options that say more than others, such as a pipeline's meshes beside its stages, leave the search less."""
+    forced = [line for line in planned.values() if line["kind"] == "forced" and line["fits"]]
+    for less in forced:
+        for more in forced:
+            asked, all_asked = less["options"].items(), more["options"].items()
+            if less["where"] == more["where"] and len(asked) < len(all_asked) and asked <= all_asked:
+                yield _pair("more options", less, more)
 
 
 def _of_devices(choices: Iterable[Line]) -> Iterator[Line]:

@@ -301,6 +301,8 @@ def _forced(workload: Workload, place: Place) -> list[Question]:
             found[f"megatron tp={k}"] = {"mesh": mesh, "strategy": "megatron"}
         if n == k:
             found[f"tp={k}"] = {"mesh": {"tp": k}}
+    for order in (2, 4, n) if workload.family == "long context" else ():
+        found[f"order={order}"] = {"order": order}
     for name, sizes in workload.meshes.items():
         if n % 4 == 0:
             found[name] = {"mesh": sizes(n)}
