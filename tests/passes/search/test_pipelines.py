@@ -200,9 +200,9 @@ def test_estimates_are_taken_to_lack_half_of_what_the_best_one_lacked() -> None:
 def test_the_meshes_of_a_cut_on_several_have_cuts_of_their_own() -> None:
     program = tower(nodes(5e9), batch=512, pp=2, microbatches=4, schedule="1f1b")
     batches = Microbatches(program.captured, program.rules)
-    task = Task(program.ir, program.cluster, program.rules, program.setting, Options(microbatches=4), batches)
+    task = Task(program.ir, program.cluster, program.rules, program.setting, Options(), batches)
     drafts = CutSearch(SubmeshPlans(TasksByCount(task, 512)), math.inf).rough()
-    meshes = [frozenset(draft.used_meshes()) for draft in drafts]
-    several = [used for used in meshes if len(used) > 1]
+    cuts = {(draft.microbatches, draft.chunks, frozenset(draft.used_meshes())) for draft in drafts}
+    several = [(M, mesh) for M, _, meshes in cuts if len(meshes) > 1 for mesh in meshes if mesh.size < 4]
     assert several
-    assert all({mesh} in meshes for used in several for mesh in used if mesh.size == 2)
+    assert all((M, 1, frozenset({mesh})) in cuts for M, mesh in several)
