@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import autopar
 from autopar.cluster import resized
 from autopar.errors import PlanError
 from autopar.passes.batch.microbatches import Microbatches
+from autopar.passes.search import best_plans
 from autopar.passes.search.idle import fewer_ranks
 from autopar.passes.search.task import Task
 from autopar.runtime.errors import RuntimeProgramError
@@ -105,6 +108,25 @@ def test_a_rank_that_does_not_help_is_idle_and_the_report_says_why() -> None:
 def test_a_rank_more_never_makes_a_step_slower(rows: int) -> None:
     steps_s = [compiled(ranks, rows).predicted.step_time_s for ranks in range(1, 9)]
     assert steps_s == sorted(steps_s, reverse=True)
+
+
+def test_the_best_plan_on_all_ranks_bounds_those_on_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, float]] = []
+    program = compiled(1, 24)
+
+    def on_all(task: Task, batch: int, rankings: dict[str, Any]) -> Any:
+        def search(best_s: float) -> Any:
+            asked.append((task.cluster.size, best_s))
+            best: Any = SimpleNamespace(step_s=1.0)
+            yield [(task, best)]
+
+        return [("plans", search)]
+
+    monkeypatch.setattr(best_plans, "_on_all", on_all)
+    batches = Microbatches(program.captured, program.rules)
+    task = Task(program.ir, h100(5), program.rules, program.setting, autopar.Options(), batches)
+    best_plans.search_plans(task, 24)
+    assert asked == [(5, math.inf), (4, best_plans.NEAR), (3, best_plans.NEAR)]
 
 
 def test_plans_with_idle_ranks_are_replayed_on_their_cluster_alone() -> None:

@@ -88,8 +88,8 @@ def _on_all(task: Task, batch: int, rankings: dict[str, RankedPlans]) -> Iterato
 
 
 def _on_fewer(task: Task, batch: int) -> Iterator[Kind]:
-    """The kind that takes the best plans of fewer ranks, where there may be any. Plans on all ranks do not bound them: estimates
-    would rule out what is a little faster, and a rank more is never to be worse than none."""
+    """The kind that takes the best plans of fewer ranks, where there may be any. The best plan on all ranks bounds them from a
+    little above: estimates would rule out what is a little faster, and a rank more is never to be worse than none."""
     numbers = fewer_ranks(task)
 
     def search_fewer(best_s: float) -> Iterator[RankedPlans]:
@@ -97,7 +97,7 @@ def _on_fewer(task: Task, batch: int) -> Iterator[Kind]:
         for smaller in (on_fewer_ranks(task, ranks) for ranks in numbers):
             rankings: dict[str, RankedPlans] = {}
             for kind, search in _on_all(smaller, batch, rankings) if could_win(task, smaller, best_s) else ():
-                for ranking in search(_best_s(rankings)):
+                for ranking in search(min(_best_s(rankings), NEAR * best_s)):
                     rankings[kind] = ranking
             if (fastest_s := _best_s(rankings)) < NEAR * best_s:
                 best_s = min(best_s, fastest_s)

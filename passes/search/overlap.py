@@ -3,11 +3,12 @@
 The solver counts every message and every cast in full, so this comes last, for the plans whose seconds and bytes are counted: the
 best one, and those that it was compared with. On GPUs parameters are cast once a step in the stages that have room for the
 copies. Lines change places as far as that pays in the stages whose ranks have room for it, and less far in others. Then it is
-tried to cut blocks in pieces.
+tried to cut blocks in pieces, of the best plan and of those that may become the best so.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import replace
 from itertools import chain
@@ -37,10 +38,32 @@ def overlapped(plans: RankedPlans, several_shapes: bool = False) -> RankedPlans:
     if not several_shapes:
         counted = [(owner, one if one.account is None else with_narrow_copies(owner, one)) for owner, one in counted]
     ranked = [(owner, one if one.account is None else with_overlap(owner, one)) for owner, one in counted]
-    by_step = sorted(range(len(ranked)), key=lambda i: ranked[i][1].step_s)
-    owner, winner = ranked.pop(next(i for i in by_step if i == 0 or _fits(*ranked[i])))
-    winner = with_pieces(owner, winner)
+    place, owner, winner = _in_pieces(ranked)
+    del ranked[place]
     return [(owner, replace(winner, left_out=best.left_out)), *ranked]
+
+
+def _in_pieces(ranked: RankedPlans) -> tuple[int, Task, PricedPlan]:
+    """The fastest plan once blocks are in pieces: its place, its task and itself. The others that fit are tried where
+    they could beat the best so far."""
+    by_step = sorted(range(len(ranked)), key=lambda i: ranked[i][1].step_s)
+    first = next(i for i in by_step if i == 0 or _fits(*ranked[i]))
+    best_place, best = first, with_pieces(*ranked[first])
+    for i in by_step:
+        task, candidate = ranked[i]
+        if i != first and _least_s(candidate) < best.step_s and _fits(task, candidate):
+            smaller = with_pieces(task, candidate, best.step_s)
+            if smaller.step_s < best.step_s:
+                best_place, best = i, smaller
+    return best_place, ranked[best_place][0], best
+
+
+def _least_s(candidate: PricedPlan) -> float:
+    """Seconds of a step whose messages run beside computation all the time; infinite for a plan that was not lowered."""
+    if candidate.account is None:
+        return math.inf
+    computed_s = max(candidate.account.busy_s)
+    return max(computed_s, candidate.step_s - computed_s)
 
 
 def with_narrow_copies(task: Task, candidate: PricedPlan) -> PricedPlan:
@@ -88,15 +111,15 @@ def with_overlap(task: Task, candidate: PricedPlan) -> PricedPlan:
     return candidate
 
 
-def with_pieces(task: Task, candidate: PricedPlan) -> PricedPlan:
-    """The same with blocks in pieces (`pieces.py`), if a step is faster so and fits."""
+def with_pieces(task: Task, candidate: PricedPlan, useless_from_s: float = math.inf) -> PricedPlan:
+    """The same with blocks in pieces (`pieces.py`), if a step is faster so, takes less than useless_from_s, and fits."""
     counted = account_of(candidate)
     split = splits_backward(counted.table)
     if not task.options.overlap or split or counted.comm_time_s < LEAST_SENT * counted.step_time_s:
         return candidate
     plan = overlapping(candidate.plan, OVERLAPS[-1])
     lowered = _outlined(task, plan, split)
-    to_beat_s = (1 - LEAST_WON) * counted.step_time_s
+    to_beat_s = min((1 - LEAST_WON) * counted.step_time_s, useless_from_s)
     for pieces in PIECES:
         smaller = in_pieces(plan, pieces, task.program, lowered, task.rules)
         if not _sends(lowered) and not _gives_otherwise(smaller, plan):

@@ -75,6 +75,7 @@ class CutSearch:
         for M in counts:
             cuts = self._cuts(self.submeshes.tasks.at(M), M, plans.at(M), math.inf, chunks or 1)
             drafts += [cut for cut in cuts if isinstance(cut, Draft)]
+        drafts += self._on_one_mesh(drafts)
         if chunks is None and task.options.schedule == "auto" and task.program.training:
             drafts += self._chunked(drafts)
         return sorted(drafts, key=lambda draft: draft.step_s)
@@ -125,6 +126,21 @@ class CutSearch:
         u = plan.units
         total = float(u.forward_s.sum() + u.backward_s.sum() + u.weights_s.sum())
         return total * plan.mesh.size / self.task.cluster.size
+
+    def _on_one_mesh(self, drafts: list[Draft]) -> list[Draft]:
+        """Cuts whose stages all have one of the meshes of a cut that has several: what values cost that go from mesh to mesh is
+        known once a cut is lowered, so the cut that is best without may be the slower one."""
+        alike: list[Draft] = []
+        seen: set[tuple[int, Mesh]] = set()
+        for draft in drafts:
+            meshes = draft.used_meshes() if len(self.limits.kinds) == 1 else []
+            for mesh in meshes if len(meshes) > 1 else ():
+                if (draft.microbatches, mesh) not in seen:
+                    seen.add((draft.microbatches, mesh))
+                    [plan] = (plan for plan in draft.submesh_plans if plan.mesh == mesh)
+                    cuts = self._cuts(draft.task, draft.microbatches, [plan], math.inf, draft.chunks)
+                    alike += [cut for cut in cuts if isinstance(cut, Draft)]
+        return alike
 
     def _chunked(self, drafts: list[Draft]) -> list[Draft]:
         """The most promising cuts with stages alike again, in two and four stages per group."""

@@ -38,6 +38,8 @@ MOST_TRIED, MOST_PLANNED = 6, 3
 """Different cuts that are made to fit in memory, and plans that are lowered, at most."""
 _ROUGHNESS = 1.03
 """A plan may take so many times the estimate of its draft within memory."""
+_OFF_ALIKE = 0.5
+"""The share of what the estimate of the best plan lacked that other estimates lack at least."""
 _FASTER = 0.999
 """A cut is tried where it could be faster by more than this."""
 
@@ -58,14 +60,15 @@ def search_pipelines(submeshes: SubmeshPlans, best_s: float, rival: Rival | None
     plans: list[DraftPlan] = []
 
     def to_beat_s() -> float:
-        return plans[0].cost_s if plans else best_s
+        return estimate_to_beat_s(plans[0]) if plans else best_s
 
     with _drafts(search, roughs) as drafts:
         for in_memory in _promising(search, roughs, drafts, to_beat_s):
             if in_memory.draft.step_s >= to_beat_s() or len(plans) >= MOST_PLANNED:
                 break
-            plan = plan_that_fits(search.exact, in_memory, to_beat_s())
-            if plan is not None and plan.cost_s < to_beat_s():
+            cost_s = plans[0].cost_s if plans else best_s
+            plan = plan_that_fits(search.exact, in_memory, cost_s)
+            if plan is not None and plan.cost_s < cost_s:
                 plans = [plan, *plans]
                 yield ranked(plans)
     if plans:
@@ -74,6 +77,13 @@ def search_pipelines(submeshes: SubmeshPlans, best_s: float, rival: Rival | None
         error = NoRoomError(_no_pipeline(task, search.nearest))
         error.would_fit_bytes = search.nearest.needed_bytes if search.nearest is not None else None
         raise error
+
+
+def estimate_to_beat_s(best: DraftPlan) -> float:
+    """Seconds that the estimate of a cut is to be below, so that its plan may be faster than the best one: where one estimate
+    says too little, others do."""
+    off = max(best.cost_s / best.draft.step_s, 1.0)
+    return best.cost_s / (1 + _OFF_ALIKE * (off - 1))
 
 
 def _roughs(search: CutSearch) -> list[Draft]:
@@ -103,22 +113,23 @@ def _promising(
     """Cuts within memory, the best estimate first.
 
     A rough cut is made to fit in memory only when none that was made to fit has a better estimate than it, so plans that
-    are made of those that this gives (to_beat_s: of the best one so far) spare most rough cuts that.
+    are made of those that this gives (to_beat_s: of the best one so far) spare most rough cuts that. A cut that is still to
+    become a plan is expected to take little more than its estimate; where it has become one, the plan's own seconds count
+    (`estimate_to_beat_s`).
     """
     in_memory: list[DraftInMemory] = []
     known: set[tuple[object, ...]] = set()
-    best_s = search.best_s
     for k, rough in enumerate(roughs):
         while in_memory and in_memory[0].draft.step_s <= rough.step_s:
             yield in_memory.pop(0)
-        if rough.step_s >= min(best_s * _FASTER, to_beat_s()):
+        expected_s = min((_ROUGHNESS * d.draft.step_s for d in in_memory), default=math.inf)
+        if rough.step_s >= min(_FASTER * min(search.best_s, expected_s), to_beat_s()):
             break
         of_rough, shortage = drafts[k]
         search.note(shortage)
         different = [d for d in of_rough if _cut(d) not in known]
         known.update(map(_cut, different))
         in_memory = sorted([*in_memory, *different], key=lambda d: d.draft.step_s)
-        best_s = min([best_s, *(_ROUGHNESS * d.draft.step_s for d in different)])
     yield from in_memory
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -60,6 +62,32 @@ def test_blocks_stay_whole_where_pieces_win_next_to_nothing(monkeypatch: pytest.
     assert not any(isinstance(line, Cut) for line in lines(compiled(cluster_at(7e8))))
     monkeypatch.setattr(overlap, "LEAST_WON", 0.0)
     assert any(isinstance(line, Cut) for line in lines(compiled(cluster_at(7e8))))
+
+
+def test_a_plan_that_wins_in_pieces_alone_is_the_best_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds of plans as they are, of what they compute, and in pieces."""
+    plans = {
+        "best": (10.0, 6.0, 9.9),
+        "next": (10.1, 6.0, 9.0),
+        "computes": (10.2, 9.5, 9.0),
+        "sends": (20.0, 1.0, 8.0),
+    }
+    tried = []
+
+    def priced(name: str) -> Any:
+        step_s, computed_s, _ = plans[name]
+        return SimpleNamespace(name=name, step_s=step_s, account=SimpleNamespace(busy_s=(computed_s,)))
+
+    def in_pieces(_: Any, candidate: Any, *__: float) -> Any:
+        tried.append(candidate.name)
+        return SimpleNamespace(name=candidate.name, step_s=plans[candidate.name][2])
+
+    monkeypatch.setattr(overlap, "with_pieces", in_pieces)
+    monkeypatch.setattr(overlap, "_fits", lambda task, candidate: True)
+    ranked: Any = [(None, priced(name)) for name in plans]
+    place, _, winner = overlap._in_pieces(ranked)
+    assert (place, winner.step_s) == (1, 9.0)
+    assert tried == ["best", "next"], "what computes or sends for too long is not tried"
 
 
 def test_a_piece_is_no_cheaper_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:

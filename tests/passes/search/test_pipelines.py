@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,13 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import ClusterSpec, Options, ParallelProgram
-from autopar.passes.search.stages.pipelines import _promising
+from autopar.passes.batch.microbatches import Microbatches
+from autopar.passes.search.microbatches import TasksByCount
+from autopar.passes.search.stages.cuts import CutSearch
+from autopar.passes.search.stages.pipelines import _promising, estimate_to_beat_s
 from autopar.passes.search.stages.plan_of_draft import DraftInMemory
+from autopar.passes.search.stages.submesh import SubmeshPlans
+from autopar.passes.search.task import Task
 from tests.passes.schedule.pipelines import IN_A_LOOP, IN_A_V
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
@@ -144,9 +150,11 @@ def test_a_program_is_captured_once_also_when_its_best_plan_has_microbatches(mon
     assert len(captured) == 1
 
 
-def made_to_fit(plan_s: float) -> tuple[list[int], list[float]]:
-    """The rough cuts, of three, that are made to fit in memory, and the estimates that are given, in order, where the
-    first that is given becomes a plan of so many seconds."""
+def made_to_fit(
+    plan_s: float, estimates_s: tuple[float, ...] = (1.0, 1.01, 1.02), within_s: tuple[float, ...] = (1.005, 1.03, 1.02)
+) -> tuple[list[int], list[float]]:
+    """The rough cuts that are made to fit in memory, and the estimates that are given, in order, where the first that is given
+    becomes a plan of so many seconds."""
 
     def draft(step_s: float) -> Any:
         """Another cut for every number of seconds."""
@@ -155,8 +163,7 @@ def made_to_fit(plan_s: float) -> tuple[list[int], list[float]]:
             step_s=step_s, microbatches=step_s, chunks=1, shape="loop", solution=solution, submesh_plans=()
         )
 
-    roughs = [draft(s) for s in (1.0, 1.01, 1.02)]
-    within_memory = [draft(s) for s in (1.005, 1.03, 1.02)]
+    roughs, within_memory = [*map(draft, estimates_s)], [*map(draft, within_s)]
     search: Any = SimpleNamespace(best_s=2.0, note=lambda shortage: None)
     made: list[int] = []
     given: list[float] = []
@@ -175,3 +182,28 @@ def made_to_fit(plan_s: float) -> tuple[list[int], list[float]]:
 def test_a_rough_cut_is_made_to_fit_when_no_better_estimate_is_left() -> None:
     assert made_to_fit(plan_s=1.5) == ([0, 1, 2], [1.005, 1.02, 1.03])
     assert made_to_fit(plan_s=1.008) == ([0], [1.005]), "a plan beats the estimates that are left"
+
+
+def test_a_plan_that_takes_longer_than_its_estimate_spares_no_other_cut() -> None:
+    assert made_to_fit(1.5, (1.0, 1.2), (1.0, 1.2)) == ([0, 1], [1.0, 1.2])
+    assert made_to_fit(1.5, (1.0, 1.2), (1.25, 1.2)) == ([0, 1], [1.2, 1.25]), "a cut that is none yet spares others"
+
+
+def test_estimates_are_taken_to_lack_half_of_what_the_best_one_lacked() -> None:
+    def to_beat_s(cost_s: float, estimate_s: float) -> float:
+        best: Any = SimpleNamespace(cost_s=cost_s, draft=SimpleNamespace(step_s=estimate_s))
+        return estimate_to_beat_s(best)
+
+    assert to_beat_s(1.5, 1.0) == pytest.approx(1.2)
+    assert to_beat_s(0.9, 1.0) == 0.9
+
+
+def test_the_meshes_of_a_cut_on_several_have_cuts_of_their_own() -> None:
+    program = tower(nodes(5e9), batch=512, pp=2, microbatches=4, schedule="1f1b")
+    batches = Microbatches(program.captured, program.rules)
+    task = Task(program.ir, program.cluster, program.rules, program.setting, Options(), batches)
+    drafts = CutSearch(SubmeshPlans(TasksByCount(task, 512)), math.inf).rough()
+    cuts = {(draft.microbatches, draft.chunks, frozenset(draft.used_meshes())) for draft in drafts}
+    several = [(M, mesh) for M, _, meshes in cuts if len(meshes) > 1 for mesh in meshes if mesh.size < 4]
+    assert several
+    assert all((M, 1, frozenset({mesh})) in cuts for M, mesh in several)
