@@ -133,9 +133,10 @@ def account(
     pricers: Pricers,
     setting: Setting,
     rules: RuleBook,
+    like: Account | None = None,
 ) -> Account:
-    """Bytes, communication and time of a lowered program."""
-    return under(stage_costs(lowered, plans, templates, pricers, setting, rules), lowered.table)
+    """Bytes, communication and time of a lowered program. like: as of `stage_costs`."""
+    return under(stage_costs(lowered, plans, templates, pricers, setting, rules, like), lowered.table)
 
 
 def stage_costs(
@@ -145,15 +146,18 @@ def stage_costs(
     pricers: Pricers,
     setting: Setting,
     rules: RuleBook,
+    like: Account | None = None,
 ) -> Account:
     """The account of the stages whichever schedule they run under, so without an action table.
 
-    Stages that share their functions cost the same.
+    Stages that share their functions cost the same. like: the account of a program whose stages run the same lines, and whose
+    gradients are reduced at other times.
     """
     by_function: dict[int, StageAccount] = {}
-    for stage, plan in zip(lowered.stages, plans, strict=True):
+    walked = [stage.walked for stage in like.stages] if like is not None else [None] * len(plans)
+    for stage, plan, known in zip(lowered.stages, plans, walked, strict=True):
         if id(stage.forward) not in by_function:
-            priced = account_stage(stage, plan, templates, pricers[stage.mesh], setting, rules)
+            priced = account_stage(stage, plan, templates, pricers[stage.mesh], setting, rules, known)
             by_function[id(stage.forward)] = priced
     told_s = told_seconds(lowered, pricers)
     stages = tuple(replace(by_function[id(stage.forward)], told_s=told_s) for stage in lowered.stages)

@@ -19,6 +19,7 @@ from autopar.ir.setting import Setting
 from autopar.passes.account.collectives import Collective, stage_collectives
 from autopar.passes.memory.peak import StageMemory, stage_memory
 from autopar.passes.memory.probe import Probe
+from autopar.passes.memory.walk import ActionBytes, action_bytes
 from autopar.passes.price.bills import stage_bill, template_bill
 from autopar.passes.price.lines import TemplateSeconds, optimizer_s
 from autopar.passes.price.pricer import Pricer
@@ -66,7 +67,8 @@ class StageAccount:
     their seconds: so it is priced, its bytes are counted, and collectives listed, when asked for.
 
     told_s: seconds that a step takes beside its price. counted_on_kinds: where devices of several kinds have blocks of unequal
-    size, the bytes of a rank of every kind and size.
+    size, the bytes of a rank of every kind and size. walked: one of its microbatches, played line by line, for accounts of stages
+    that run the same lines.
     """
 
     priced: Later[StagePrice]
@@ -74,6 +76,7 @@ class StageAccount:
     listed: Later[tuple[Collective, ...]]
     counted_on_kinds: Later[tuple[tuple[int, StageMemory], ...]] = field(default_factory=lambda: Later(tuple))
     told_s: float = 0.0
+    walked: Later[dict[str, ActionBytes]] | None = None
 
     @property
     def bill(self) -> StageBill:
@@ -124,14 +127,17 @@ def account_stage(
     pricer: Pricer,
     setting: Setting,
     rules: RuleBook,
+    walked: Later[dict[str, ActionBytes]] | None = None,
 ) -> StageAccount:
-    """Bytes, communication and seconds of one stage."""
+    """Bytes, communication and seconds of one stage. walked: that of a stage which runs the same lines."""
     probe = probe_of(pricer)
+    walked = walked or Later(partial(action_bytes, stage, probe))
     return StageAccount(
         Later(partial(_stage_price, stage, plan, templates, pricer, setting, rules)),
-        Later(partial(stage_memory, stage, setting, probe)),
+        Later(partial(stage_memory, stage, setting, probe, walked)),
         Later(partial(stage_collectives, stage, pricer)),
         Later(partial(_on_kinds, stage, setting, pricer)),
+        walked=walked,
     )
 
 

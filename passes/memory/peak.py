@@ -8,7 +8,7 @@ says how many microbatches wait, is in step_peaks.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.ir.lowered import LoweredStage
@@ -73,12 +73,18 @@ class StageMemory:
         return sum(self.resting.values())
 
 
-def stage_memory(stage: LoweredStage, setting: Setting, probe: Probe | None = None) -> StageMemory:
-    """Bytes of a stage on one of its ranks. probe: of the stage's mesh, by default one for a CPU."""
+def stage_memory(
+    stage: LoweredStage,
+    setting: Setting,
+    probe: Probe | None = None,
+    walked: Callable[[], Mapping[str, ActionBytes]] | None = None,
+) -> StageMemory:
+    """Bytes of a stage on one of its ranks. probe: of the stage's mesh, by default one for a CPU. walked: the actions of one of
+    its microbatches, where they may be known."""
     probe = probe or Probe(stage.mesh)
     tiers = resting_bytes(stage, setting)
     resting = tiers.pop("")
-    played = action_bytes(stage, probe)
+    played = walked() if walked is not None else action_bytes(stage, probe)
     if not stage.training:
         actions = {k: Moment(a.peak, a.end, 0.0, a.received, a.sent, call=a.call) for k, a in played.items()}
         return StageMemory(resting, actions, tiers=tiers, runs_ahead=probe.device != CPU)

@@ -84,7 +84,9 @@ def search_plans(task: Task, batch: int, now: Callable[[], float] = time.monoton
 
 def _on_all(task: Task, batch: int, rankings: dict[str, RankedPlans]) -> Iterator[Kind]:
     """The kinds of plans on all ranks of a task. rankings: theirs, as they are found."""
-    return chain(_kinds(task, batch), _in_order(task, batch, rankings))
+    submeshes = SubmeshPlans(TasksByCount(task, batch))
+    short_memory = ShortMemorySearch(submeshes.tasks)
+    return chain(_kinds(submeshes, short_memory), _in_order(task, batch, rankings, short_memory))
 
 
 def _on_fewer(task: Task, batch: int) -> Iterator[Kind]:
@@ -109,9 +111,9 @@ def _on_fewer(task: Task, batch: int) -> Iterator[Kind]:
         yield "plans that leave ranks idle", search_fewer
 
 
-def _kinds(task: Task, batch: int) -> Iterator[Kind]:
-    """The kinds of plans in the order in which they are looked for."""
-    submeshes = SubmeshPlans(TasksByCount(task, batch))
+def _kinds(submeshes: SubmeshPlans, short_memory: ShortMemorySearch) -> Iterator[Kind]:
+    """The kinds of plans in the order in which they are looked for, in natural order."""
+    task = submeshes.task
     pipelines: Kind = "pipelines", lambda best_s: _pipelines(submeshes, best_s)
     layout = task.layout
     if layout is not None and len(layout.stages) > 1:
@@ -131,7 +133,6 @@ def _kinds(task: Task, batch: int) -> Iterator[Kind]:
     yield "plans on one mesh", strategies
     stages = leaves_stages_open(task.options, task.cluster.size)
     pipelines_first = stages and task.cluster.size > MANY_RANKS and _wants_microbatches(task)
-    short_memory = ShortMemorySearch(submeshes.tasks)
     lean: Kind = "plans on one mesh with microbatches, recompute and offload", short_memory.plans
     is_lean = any(memory_short) and task.program.training
     if is_lean and not pipelines_first:
@@ -163,14 +164,16 @@ def _pipelines(submeshes: SubmeshPlans, best_s: float, rival: Rival | None = Non
         raise shortages[0]
 
 
-def _in_order(task: Task, batch: int, rankings: dict[str, RankedPlans]) -> Iterator[Kind]:
-    """The kind that begins with plans of the others. rankings: theirs."""
+def _in_order(
+    task: Task, batch: int, rankings: dict[str, RankedPlans], short_memory: ShortMemorySearch
+) -> Iterator[Kind]:
+    """The kind that begins with plans of the others. rankings: theirs; short_memory: their search on one mesh."""
     if task.options.order is not None or not any(map(causal_attention, task.program.templates.values())):
         return
 
     def zigzag(best_s: float) -> Iterator[RankedPlans]:
         plans = [plan for ranking in rankings.values() for plan in ranking]
-        yield from search_zigzag(task, batch, plans, best_s)
+        yield from search_zigzag(task, batch, plans, best_s, short_memory.without_room)
 
     yield "plans in zigzag order", zigzag
 

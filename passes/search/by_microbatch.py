@@ -59,7 +59,7 @@ def finished(task: Task, candidate: PricedPlan) -> PricedPlan:
     for _ in range(2):
         before = accumulate((nbytes for _, nbytes in largest_first), initial=0.0)
         names = {name for (name, _), held in zip(largest_first, before, strict=False) if held < part}
-        tried = _tried(task, candidate, names)
+        tried = reducing(task, whole, names)
         if task.short_bytes(tried.plan, account_of(tried)) > 0:
             break
         best, part = tried, max(total / 2, over)
@@ -71,10 +71,20 @@ def smallest(task: Task, candidate: PricedPlan) -> PricedPlan:
     whole = task.finish(candidate)
     if not may_be(task):
         return whole
-    reduced = _tried(task, candidate, frozenset(task.program.trained))
+    reduced = reducing(task, whole, frozenset(task.program.trained))
     return min(whole, reduced, key=lambda one: account_of(one).peak_bytes)
 
 
-def _tried(task: Task, candidate: PricedPlan, names: Collection[str]) -> PricedPlan:
-    plan = reduced_by_microbatch(candidate.plan, names)
-    return task.finish(replace(candidate, plan=plan, lowered=None, account=None))
+def reducing(task: Task, whole: PricedPlan, names: Collection[str]) -> PricedPlan:
+    """A finished candidate with the gradients of these parameters reduced after every microbatch: it runs the same lines."""
+    assert whole.lowered is not None
+    stages = tuple(_reducing(stage, names) for stage in whole.lowered.stages)
+    return task.reduced_otherwise(
+        whole, reduced_by_microbatch(whole.plan, names), replace(whole.lowered, stages=stages)
+    )
+
+
+def _reducing(stage: LoweredStage, names: Collection[str]) -> LoweredStage:
+    """The stage as the plan with these gradients reduced after every microbatch is lowered: where a step reduces them."""
+    parameters = {n: replace(p, by_microbatch=n in names and bool(p.reduce)) for n, p in stage.parameters.items()}
+    return replace(stage, parameters=parameters)

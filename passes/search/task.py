@@ -175,9 +175,10 @@ class Task:
         """A plan of this task's program as lines."""
         return lower(self.program, plan, self.pricers, self.rules)
 
-    def account(self, lowered: LoweredProgram, plan: Plan) -> Account:
-        """Seconds and bytes of a lowered plan."""
-        return account(lowered, plan.stages, self.program.templates, self.pricers, self.setting, self.rules)
+    def account(self, lowered: LoweredProgram, plan: Plan, like: Account | None = None) -> Account:
+        """Seconds and bytes of a lowered plan. like: the account of one whose stages run the same lines, and whose gradients are
+        reduced at other times."""
+        return account(lowered, plan.stages, self.program.templates, self.pricers, self.setting, self.rules, like)
 
     def stage_costs(self, plan: Plan, split: bool) -> Account:
         """The account of the stages of a plan, whichever schedule they run under. split: B and W apart."""
@@ -200,6 +201,17 @@ class Task:
         else:
             counted = as_lowered(candidate.account, lowered, self.pricers)
         self.lowering_s += time.perf_counter() - started
+        return self._within_tiers(replace(candidate, lowered=lowered, account=counted))
+
+    def reduced_otherwise(self, candidate: PricedPlan, plan: Plan, lowered: LoweredProgram) -> PricedPlan:
+        """The same of a plan, lowered, that differs from a finished candidate in when gradients are reduced: its lines are played
+        once for both. Raises NoRoomError."""
+        counted = self.account(lowered, plan, candidate.account)
+        return self._within_tiers(replace(candidate, plan=plan, lowered=lowered, account=counted))
+
+    def _within_tiers(self, candidate: PricedPlan) -> PricedPlan:
+        """The candidate, which was accounted for. Raises NoRoomError where a memory tier is too small for it."""
+        counted = account_of(candidate)
         tier_peaks = counted.tier_peaks if _uses_tiers(candidate.plan) else ({},) * len(counted.graph.groups)
         for group, peaks in zip(counted.graph.groups, tier_peaks, strict=True):
             mesh = candidate.plan.stages[group[0]].mesh
@@ -210,7 +222,7 @@ class Task:
                         f"memory tier {name} is to hold {size_text(nbytes)} per rank and has "
                         f"{size_text(device.tier(name).capacity_bytes)}; use more microbatches or ranks, or offload less"
                     )
-        return replace(candidate, lowered=lowered, account=counted)
+        return candidate
 
 
 def _uses_tiers(plan: Plan) -> bool:

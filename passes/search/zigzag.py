@@ -11,11 +11,12 @@ rows of their own gain nothing: for these nothing is looked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
 from autopar.errors import CaptureError
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ir.rule import factors_of
 from autopar.passes.order.dims import causal_attention
@@ -23,7 +24,7 @@ from autopar.passes.order.refused import NotOrdered
 from autopar.passes.search.layout import Layout
 from autopar.passes.search.microbatches import TasksByCount
 from autopar.passes.search.one_mesh.by_strategy import search_strategies
-from autopar.passes.search.one_mesh.short_memory import ShortMemorySearch
+from autopar.passes.search.one_mesh.short_memory import Question, ShortMemorySearch
 from autopar.passes.search.stages.laid_out import search_laid_out
 from autopar.passes.search.stages.submesh import SubmeshPlans
 from autopar.passes.search.task import RankedPlans, Task
@@ -35,29 +36,38 @@ MOST_GAIN = 2.0
 """The most that the order may gain: a step takes at least one part in so many of what it takes otherwise."""
 
 
-def search_zigzag(task: Task, batch: int, plans: RankedPlans, best_s: float) -> Iterator[RankedPlans]:
-    """Plans in zigzag order that are faster than best_s, whenever there is a better one. plans: those found so far."""
+def search_zigzag(
+    task: Task, batch: int, plans: RankedPlans, best_s: float, without_room: Collection[Question] = ()
+) -> Iterator[RankedPlans]:
+    """Plans in zigzag order that are faster than best_s, whenever there is a better one. plans: those found so far; without_room:
+    where none fits in natural order, so that none does in another one, which holds as much."""
     found: RankedPlans = []
     finest = most_ranks_a_row(plans) if task.options.strategy == "auto" else 1
     if finest > 1:
         with suppress(NotOrdered):  # then blocks of a plan may still be put in order
-            for found in ShortMemorySearch(TasksByCount(task.in_order(finest), batch)).plans(best_s):
+            for found in ShortMemorySearch(TasksByCount(task.in_order(finest), batch), without_room).plans(best_s):
                 yield found
+    asked: set[tuple[int, Mesh, int]] = set()
     for ranking in (found, plans):
         best_s = min([best_s, *(plan.step_s for _, plan in found)])
-        for again in _best_again(task, batch, ranking, best_s):
+        for again in _best_again(task, batch, ranking, best_s, asked):
             found = sorted([*again, *found], key=lambda pair: pair[1].step_s)
             yield found
 
 
-def _best_again(task: Task, batch: int, plans: RankedPlans, best_s: float) -> Iterator[RankedPlans]:
-    """The best plan that cuts rows once more in the order of its own blocks, where that is faster than best_s."""
+def _best_again(
+    task: Task, batch: int, plans: RankedPlans, best_s: float, asked: set[tuple[int, Mesh, int]]
+) -> Iterator[RankedPlans]:
+    """The best plan that cuts rows once more in the order of its own blocks, where that is faster than best_s. asked: orders,
+    meshes and microbatch counts of plans on one mesh that were looked at, each of which is looked at once."""
     for owner, plan in sorted(plans, key=lambda pair: pair[1].step_s):
         order = blocks_of_rows(plan.plan, owner.program)
         if plan.step_s > MOST_GAIN * best_s:
             return
         if order > 1:
-            if order != owner.order:
+            question = order, plan.plan.stages[0].mesh, plan.plan.microbatches
+            if order != owner.order and (len(plan.plan.stages) > 1 or question not in asked):
+                asked.add(question)
                 with suppress(NotOrdered, CaptureError):  # then the plans found so far are what there is
                     yield from _planned_again(task.in_order(order), batch, owner, plan, best_s)
             return

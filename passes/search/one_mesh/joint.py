@@ -89,7 +89,8 @@ class JointSearch:
         self.problems: dict[_Key, Problem] = {}
         self.points: list[Point] = []
         self._sharded_at: dict[tuple[float, _Key, tuple[int, ...] | None], Point] = {}
-        self._looked_for_smallest = False
+        self._small: Point | None = None
+        self._looked_for_named = False
         self._from_the_start = 1
 
     @property
@@ -101,9 +102,9 @@ class JointSearch:
 
     def smallest(self) -> Point:
         """The point with about the fewest bytes, which is looked for once."""
-        if not self._looked_for_smallest:
-            self.points += self._small_points()
-            self._looked_for_smallest = True
+        if self._small is None:
+            self._small = self._small_point()
+            self.points.append(self._small)
             self._from_the_start = len(self.points)
         return self.smallest_so_far
 
@@ -132,6 +133,9 @@ class JointSearch:
             return self.fastest
         if self.smallest().nbytes > budget:
             return Shortage(self.smallest_so_far.nbytes, self.smallest_so_far.choice)
+        if not self._looked_for_named and self.fixed is None:
+            self.points += self._named_points(self._small or self.smallest())
+            self._looked_for_named, self._from_the_start = True, len(self.points)
         self._walk_hull(budget, close, useless_from_s)
         point = self._fastest_within(budget)
         return point if self.fixed is not None else self._filled_up(point, budget)
@@ -191,15 +195,19 @@ class JointSearch:
                 return point
         return None
 
-    def _small_points(self) -> list[Point]:
-        """A point with about the fewest bytes, and points of the named policies at the price that it means."""
+    def _small_point(self) -> Point:
+        """A point with about the fewest bytes."""
         price = 1e3 * self.fastest.seconds / max(self.fastest.nbytes, 1.0)
         if self.fixed is not None:
-            return [self._sharded(price, self.policy(self.fixed), self.fastest)]
-        small = self.alternate(price, self._sharded(price, self.policy("full"), self.fastest))
+            return self._sharded(price, self.policy(self.fixed), self.fastest)
+        return self.alternate(price, self._sharded(price, self.policy("full"), self.fastest))
+
+    def _named_points(self, small: Point) -> list[Point]:
+        """Points of the named policies at the price that the smallest one means, from which hulls are walked: a mesh whose
+        smallest point does not fit needs none."""
         price = (small.seconds - self.fastest.seconds) / max(self.fastest.nbytes - small.nbytes, 1.0)
         tried = [policy.name for policy in RECOMPUTE_POLICIES.values() if policy.tried]
-        return [small, *(self._sharded(max(price, 0.0), self.policy(name), small) for name in tried)]
+        return [self._sharded(max(price, 0.0), self.policy(name), small) for name in tried]
 
     def _filled_up(self, point: Point, budget: float) -> Point:
         """The same sharding with fewer values recomputed, where the hull leaves room: the template that recomputes most gets

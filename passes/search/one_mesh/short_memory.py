@@ -9,7 +9,7 @@ is no better than the best plan so far, or as soon as its plan runs nothing agai
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from functools import cached_property
 
@@ -26,6 +26,9 @@ from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.solve import Shortage
 from autopar.passes.shard.uneven import rows_of
 
+Question = tuple[Mesh, int, frozenset[str]]
+"""A mesh, a number of microbatches, and the kinds of bytes that rest in memory tiers."""
+
 _WORTH = 0.995
 """A plan is looked for where it could be faster by more than this."""
 _MOMENT = 0.8
@@ -35,17 +38,22 @@ _MOMENT = 0.8
 class ShortMemorySearch:
     """One search for plans on one mesh within memory; what it looked at once it does not look at again.
 
-    best_s: seconds of a step to beat. byte_price: seconds per byte at the best plan so far. moment_bytes: about what lives
-    for a moment there, beside the bytes that the solver counts. faster: plans that were each faster than all before.
+    best_s: seconds of a step to beat. byte_price: seconds per byte at the best plan so far; where plans of another kind are
+    faster than all that fit, at the first of these, whose step took share_s of the seconds that the solver counts.
+    moment_bytes: about what lives for a moment at the best plan, beside the bytes that the solver counts. faster: plans that
+    were each faster than all before. without_room: meshes on which no plan fits in so many microbatches, with these kinds of
+    offload.
     """
 
-    def __init__(self, tasks: TasksByCount) -> None:
+    def __init__(self, tasks: TasksByCount, without_room: Collection[Question] = ()) -> None:
+        """without_room: what is known to be so of the same program in another order, which has as many bytes."""
         task = tasks.task
         self.tasks, self.counts, self.best_s = tasks, microbatch_counts(task, tasks.batch), math.inf
         if task.options.microbatches is None:
             self.counts = [1, *(M for M in self.counts if M > 1)]
-        self.byte_price = self.moment_bytes = 0.0
+        self.byte_price, self.share_s, self.moment_bytes = 0.0, 1.0, 0.0
         self.faster: RankedPlans = []
+        self.without_room = set(without_room)
         self._begun: Iterator[PricedPlan | None] | None = None
 
     def plans(self, best_s: float) -> Iterator[RankedPlans]:
@@ -98,7 +106,7 @@ class ShortMemorySearch:
             if not self._may_win(bound_s):
                 return
             task = self.tasks.at(M)
-            if not (offload or self._could_fit(task)):
+            if (mesh, M, offload) in self.without_room or not (offload or self._could_fit(task)):
                 continue
             task = task.offloading(offload)
             joint = whole if task is self.tasks.task else joint_on(task, mesh)
@@ -106,25 +114,33 @@ class ShortMemorySearch:
                 bound_s = joint.fastest.seconds
             except (InfeasibleError, ConstraintError):  # too small a batch for the mesh and so many microbatches
                 return
-            if not self._may_win(bound_s):
+            if not self._may_win(_least_s(task, bound_s)):
                 return
-            if self.byte_price and not self._may_win(joint.bound_s(self.byte_price, task.limit - self.moment_bytes)):
-                continue
-            candidate = self._plan(task, joint)
-            yield None if candidate is None else self._kept(task, joint, candidate)
+            if self.byte_price:
+                within_s = joint.bound_s(self.byte_price, task.limit - self.moment_bytes)
+                if not self._may_win(self.share_s * _least_s(task, within_s)):
+                    continue
+            candidate = self._plan(task, joint, (mesh, M, offload))
+            faster = None if candidate is None else self._kept(task, joint, candidate)
+            if candidate is not None and faster is None and not self.byte_price:
+                self.byte_price, self.share_s = joint.price, min(candidate.step_s / candidate.solution.cost, 1.0)
+            yield faster
             if candidate is not None and not any(t.recompute for t in candidate.plan.stages[0].templates.values()):
                 return
 
     def _may_win(self, bound_s: float) -> bool:
         return bound_s < self.best_s * _WORTH
 
-    def _plan(self, task: Task, joint: JointSearch) -> PricedPlan | None:
+    def _plan(self, task: Task, joint: JointSearch, question: Question) -> PricedPlan | None:
         """The fastest plan that fits; None where none does, or memory tiers are too small."""
         try:
             result = fastest_within_limit(task, joint, self.best_s)
         except InfeasibleError:
             return None
-        return None if isinstance(result, Shortage) else result
+        if isinstance(result, Shortage):
+            self.without_room.add(question)
+            return None
+        return result
 
     def _kept(self, task: Task, joint: JointSearch, candidate: PricedPlan) -> PricedPlan | None:
         """The plan with as little recomputed as fits, where it is faster than all before."""
@@ -133,10 +149,16 @@ class ShortMemorySearch:
         best = relieved(task, candidate)
         if best.step_s >= self.best_s:
             return None
-        self.best_s, self.byte_price = best.step_s, joint.price
+        self.best_s, self.byte_price, self.share_s = best.step_s, joint.price, 1.0
         self.moment_bytes = _MOMENT * max(account_of(candidate).peak_bytes - candidate.solution.memory, 0.0)
         self.faster.append((task, best))
         return best
+
+
+def _least_s(task: Task, counted_s: float) -> float:
+    """Seconds that a step takes at least for which the solver counts so many. With microbatches it counts messages in full that
+    computation may hide, so these are a bound as they stand at best."""
+    return task.pricers.least_step_s(counted_s) if task.setting.microbatches == 1 else counted_s
 
 
 def _offload_kinds(task: Task) -> list[frozenset[str]]:

@@ -159,3 +159,16 @@ def test_what_would_go_to_a_slow_tier_is_rather_made_again(bandwidth_Bps: float,
     again_s = sum(of_values(graph, sets.get(name, ())).again_s for name, graph in joint.graphs(found).items())
     assert (again_s > 0) == again
     assert found.seconds <= joint.fastest.seconds
+
+
+def test_budgets_that_are_too_small_make_no_points_of_policies_and_change_no_answer() -> None:
+    _, asked, _, _ = mixed(CASES[0])
+    _, fresh, _, _ = mixed(CASES[0])
+    assert isinstance(asked.within(0.0), Shortage)
+    assert len(asked.points) == 2, "the fastest and the smallest"
+    enough = budgets(fresh, (0.5,))[0]
+    found, again = asked.within(enough), fresh.within(enough)
+    assert isinstance(found, Point)
+    assert isinstance(again, Point)
+    assert (found.choice, found.seconds, found.nbytes) == (again.choice, again.seconds, again.nbytes)
+    assert {tuple(p.choice) for p in asked.points} == {tuple(p.choice) for p in fresh.points}

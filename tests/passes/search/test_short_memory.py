@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,11 +15,13 @@ from autopar.ir.mesh import Mesh
 from autopar.passes.batch.microbatches import Microbatches
 from autopar.passes.search import best_plans
 from autopar.passes.search.best_plans import search_plans
+from autopar.passes.search.by_microbatch import reduced_by_microbatch, reducing
 from autopar.passes.search.microbatches import TasksByCount
 from autopar.passes.search.one_mesh import short_memory
 from autopar.passes.search.one_mesh.joint import JointSearch
 from autopar.passes.search.one_mesh.short_memory import ShortMemorySearch
-from autopar.passes.search.task import RankedPlans, Task
+from autopar.passes.search.one_mesh.within_memory import candidate_at, joint_on
+from autopar.passes.search.task import RankedPlans, Task, account_of
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.solve import Shortage
 from tests.zoo.models import BY_NAME
@@ -91,3 +94,49 @@ def test_the_chosen_plan_is_the_same_where_nothing_bounds_pipelines(name: str, m
     monkeypatch.setattr(ShortMemorySearch, "first_s", lambda *_: math.inf)
     free = search_plans(task(name), batch_of(name))
     assert told(bounded)[0] == told(free)[0]
+
+
+def test_where_no_plan_fits_in_one_order_none_is_looked_for_in_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = task("mlp", 0.4)
+    search = search_of(one, "mlp")
+    monkeypatch.setattr(search, "_could_fit", lambda _: True)
+    assert list(search.plans(math.inf)) == []
+    assert {M for _, M, _ in search.without_room} >= {1, 2}
+    monkeypatch.setattr(short_memory, "fastest_within_limit", lambda *_: pytest.fail("it is known not to fit"))
+    again = ShortMemorySearch(search.tasks, search.without_room)
+    monkeypatch.setattr(again, "_could_fit", lambda _: True)
+    assert list(again.plans(math.inf)) == []
+
+
+@pytest.mark.parametrize("faster", [0.9, 0.97, 1.0])
+def test_plans_slower_than_those_of_another_kind_bound_only_what_does_not_win(
+    faster: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """faster: the seconds of a plan of another kind, as a share of those of the best plan on one mesh."""
+    *_, best = search_of(task("mlp", 0.46), "mlp").plans(math.inf)
+    to_beat_s = faster * best[0][1].step_s
+    bounded = search_of(task("mlp", 0.46), "mlp")
+    found = [told(ranking) for ranking in bounded.plans(to_beat_s)]
+    assert bounded.byte_price > 0
+    assert bounded.share_s <= 1
+    monkeypatch.setattr(JointSearch, "bound_s", lambda *_: -math.inf)
+    assert found == [told(ranking) for ranking in search_of(task("mlp", 0.46), "mlp").plans(to_beat_s)]
+
+
+def test_gradients_reduced_by_microbatch_are_lowered_and_counted_as_from_scratch() -> None:
+    one = TasksByCount(task("mlp"), batch_of("mlp")).at(2)
+    one = one.changed(options=replace(one.options, strategy="zero3"))
+    joint = joint_on(one, Mesh.of(dp=2))
+    whole = one.finish(candidate_at(one, joint.fastest, joint.fastest.seconds))
+    names = frozenset(one.program.trained)
+    reduced = reducing(one, whole, names)
+    fresh = one.finish(PricedPlan(reduced_by_microbatch(whole.plan, names), whole.solution))
+    assert reduced.plan == fresh.plan != whole.plan
+    assert (
+        account_of(reduced).stages[0].memory == account_of(fresh).stages[0].memory != account_of(whole).stages[0].memory
+    )
+    assert account_of(reduced).step == account_of(fresh).step != account_of(whole).step
+    assert reduced.lowered is not None
+    assert fresh.lowered is not None
+    ours, theirs = reduced.lowered.stages[0], fresh.lowered.stages[0]
+    assert (ours.parameters, ours.backward) == (theirs.parameters, theirs.backward)
