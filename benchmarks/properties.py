@@ -135,7 +135,7 @@ def described(program: autopar.ParallelProgram) -> Line:
 
 def answered(case: Case, request: Request, compiled: Compile) -> tuple[Line, Compile]:
     """The line of a case, and how the next one is compiled. compiled: from what is known of the workload so far."""
-    line = {"case": case.name, "where": case.where, "family": case.workload.family, "place": list(case.place)}
+    line: Line = {"case": case.name, "where": case.where, "family": case.workload.family, "place": list(case.place)}
     line |= {"workload": case.workload.name, "kind": case.question.kind, "question": case.question.name}
     line["options"] = dict(case.question.options)
     before = time.process_time()

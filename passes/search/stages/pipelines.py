@@ -60,15 +60,17 @@ def search_pipelines(submeshes: SubmeshPlans, best_s: float, rival: Rival | None
     plans: list[DraftPlan] = []
 
     def to_beat_s() -> float:
+        return plans[0].cost_s if plans else best_s
+
+    def rough_to_beat_s() -> float:
         return estimate_to_beat_s(plans[0]) if plans else best_s
 
     with _drafts(search, roughs) as drafts:
-        for in_memory in _promising(search, roughs, drafts, to_beat_s):
+        for in_memory in _promising(search, roughs, drafts, rough_to_beat_s):
             if in_memory.draft.step_s >= to_beat_s() or len(plans) >= MOST_PLANNED:
                 break
-            cost_s = plans[0].cost_s if plans else best_s
-            plan = plan_that_fits(search.exact, in_memory, cost_s)
-            if plan is not None and plan.cost_s < cost_s:
+            plan = plan_that_fits(search.exact, in_memory, to_beat_s())
+            if plan is not None and plan.cost_s < to_beat_s():
                 plans = [plan, *plans]
                 yield ranked(plans)
     if plans:
@@ -80,10 +82,11 @@ def search_pipelines(submeshes: SubmeshPlans, best_s: float, rival: Rival | None
 
 
 def estimate_to_beat_s(best: DraftPlan) -> float:
-    """Seconds that the estimate of a cut is to be below, so that its plan may be faster than the best one: where one estimate
-    says too little, others do."""
-    off = max(best.cost_s / best.draft.step_s, 1.0)
-    return best.cost_s / (1 + _OFF_ALIKE * (off - 1))
+    """Seconds that the estimate of a rough cut is to be below, so that its plan may be faster than the best one: where one
+    estimate says too little, others do."""
+    estimate_s = best.draft.step_s
+    off = best.cost_s / estimate_s
+    return min(best.cost_s, max(best.cost_s / (1 + _OFF_ALIKE * (off - 1)), _ROUGHNESS * estimate_s))
 
 
 def _roughs(search: CutSearch) -> list[Draft]:
@@ -113,9 +116,8 @@ def _promising(
     """Cuts within memory, the best estimate first.
 
     A rough cut is made to fit in memory only when none that was made to fit has a better estimate than it, so plans that
-    are made of those that this gives (to_beat_s: of the best one so far) spare most rough cuts that. A cut that is still to
-    become a plan is expected to take little more than its estimate; where it has become one, the plan's own seconds count
-    (`estimate_to_beat_s`).
+    are made of those that this gives (to_beat_s: what estimates are to be below for the best one so far) spare most rough cuts
+    that. A cut that is still to become a plan is expected to take little more than its estimate.
     """
     in_memory: list[DraftInMemory] = []
     known: set[tuple[object, ...]] = set()
