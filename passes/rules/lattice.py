@@ -133,12 +133,14 @@ class Lattice:
         return {spec: i for i, spec in enumerate(self.specs)}
 
     def _shortest(self) -> None:
-        for k in range(len(self.specs)):
-            through = self.costs[:, k : k + 1] + self.costs[k : k + 1, :]
-            better = through < self.costs - 1e-15
+        costs, following = self.costs, self._next
+        through, better = np.empty_like(costs), np.empty(costs.shape, bool)
+        for k in range(len(costs)):
+            np.add(costs[:, k : k + 1], costs[k : k + 1, :], out=through)
+            np.less(through, costs - 1e-15, out=better)
             if better.any():
-                self.costs = np.where(better, through, self.costs)
-                self._next = np.where(better, self._next[:, k : k + 1], self._next)
+                np.copyto(costs, through, where=better)
+                np.copyto(following, following[:, k : k + 1], where=better)
 
     def cost(self, before: Spec, after: Spec) -> float:
         return float(self.costs[self.index[before], self.index[after]])

@@ -3,11 +3,12 @@
 The solver counts every message and every cast in full, so this comes last, for the plans whose seconds and bytes are counted: the
 best one, and those that it was compared with. On GPUs parameters are cast once a step in the stages that have room for the
 copies. Lines change places as far as that pays in the stages whose ranks have room for it, and less far in others. Then it is
-tried to cut blocks in pieces.
+tried to cut blocks in pieces, of the best plan and of the best one that would be faster if its messages took no time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import replace
 from itertools import chain
@@ -38,9 +39,21 @@ def overlapped(plans: RankedPlans, several_shapes: bool = False) -> RankedPlans:
         counted = [(owner, one if one.account is None else with_narrow_copies(owner, one)) for owner, one in counted]
     ranked = [(owner, one if one.account is None else with_overlap(owner, one)) for owner, one in counted]
     by_step = sorted(range(len(ranked)), key=lambda i: ranked[i][1].step_s)
-    owner, winner = ranked.pop(next(i for i in by_step if i == 0 or _fits(*ranked[i])))
-    winner = with_pieces(owner, winner)
+    first = next(i for i in by_step if i == 0 or _fits(*ranked[i]))
+    hidden_s = _without_messages_s(ranked[first][1])
+    ranked[first] = ranked[first][0], with_pieces(*ranked[first])
+    for i in by_step:
+        if i != first and _without_messages_s(ranked[i][1]) < (1 - LEAST_WON) * hidden_s and _fits(*ranked[i]):
+            ranked[i] = ranked[i][0], with_pieces(*ranked[i])
+            first = i if ranked[i][1].step_s < ranked[first][1].step_s else first
+            break
+    owner, winner = ranked.pop(first)
     return [(owner, replace(winner, left_out=best.left_out)), *ranked]
+
+
+def _without_messages_s(candidate: PricedPlan) -> float:
+    """Seconds of a step of which no message takes any; infinite for a candidate that was not accounted for."""
+    return math.inf if candidate.account is None else candidate.step_s - candidate.account.comm_time_s
 
 
 def with_narrow_copies(task: Task, candidate: PricedPlan) -> PricedPlan:
