@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -61,11 +61,16 @@ class OpChoices:
 
 
 def op_choices(
-    call: OpCall, rule: Rule, mesh: Mesh, seconds: OpSeconds, sent_s: Callable[[Strategy, float], float]
+    call: OpCall,
+    rule: Rule,
+    mesh: Mesh,
+    seconds: OpSeconds,
+    sent_s: Callable[[Strategy, float], float],
+    choices: Collection[str] | None = None,
 ) -> OpChoices:
     """Every strategy that an op may take on a mesh. sent_s(strategy, computed_s): seconds of messages of its own that so many of
-    work do not hide."""
-    table = strategy_table(rule, mesh)
+    work do not hide. choices: what an axis may take (None: whatever the rule allows)."""
+    table = strategy_table(rule, mesh, choices)
     parts = table.parts(mesh)
     sizes = np.array([f.size for f in rule.factors.values()], int)
     if mesh.uneven:

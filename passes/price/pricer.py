@@ -6,7 +6,8 @@ One `Pricer` serves one mesh on one cluster; nothing is cached across meshes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from copy import copy
 from functools import cached_property
 from typing import Any
 
@@ -50,6 +51,7 @@ class Pricer:
         self.copy_s = 1.0 / (self.device.memory_bandwidth_Bps * self.device.curve.memory)
         self._groups = {axis: mesh.group((axis,)) for axis in mesh.names}
         self._choices: dict[str, OpChoices] = {}
+        self._per_axis: Mapping[str, Collection[str]] = {}
         self._op_s: dict[tuple[str, Strategy], float] = {}
         self.memo, own = memo or Memo(), Memo()
         self.of_pieces, self.collective_s = own[self._of_pieces], own[self._collective_s]
@@ -101,12 +103,19 @@ class Pricer:
         return any(level.measured for level in self.cluster.levels)
 
     def _lattice(
-        self, type_: TensorType, ops: tuple[str, ...] = ("sum",), joined: tuple[str, ...] = (), compression: str = ""
+        self,
+        type_: TensorType,
+        ops: tuple[str, ...] = ("sum",),
+        joined: tuple[str, ...] = (),
+        compression: str = "",
+        cut: tuple[bool, ...] | None = None,
     ) -> Lattice:
-        """Conversions of one tensor type; `ops`: reductions that may be owed. joined, compression: as of `joined_s`. Types of as
-        many bytes whose dims divide alike share one lattice."""
+        """Conversions of one tensor type; `ops`: reductions that may be owed. joined, compression: as of `joined_s`. cut: per dim
+        whether specs may shard it (None: any). Types of as many bytes whose dims divide alike share one lattice."""
         compression = compression_of(type_, compression)
-        shape = tuple(math.gcd(n, self.mesh.period) for n in type_.shape)
+        may_be_cut = cut or (True,) * len(type_.shape)
+        period = self.mesh.period
+        shape = tuple(math.gcd(n, period) if may else 1 for n, may in zip(type_.shape, may_be_cut, strict=True))
         return self._alike(shape, type_.nbytes, ops, joined, compression, type_.dtype.itemsize if compression else 1)
 
     def _lattice_of(
@@ -268,8 +277,22 @@ class Pricer:
                 sent = sent_by(call, rule, strategy, self.mesh, self.device.runs_as)
                 return sum(self.sent_s(sent, computed_s).values())
 
-            self._choices[call.signature] = op_choices(call, rule, self.mesh, self._op_seconds(call, rule), sent_s)
+            per_axis = self._per_axis.get(call.signature)
+            seconds = self._op_seconds(call, rule)
+            self._choices[call.signature] = op_choices(call, rule, self.mesh, seconds, sent_s, per_axis)
         return self._choices[call.signature]
+
+    @property
+    def is_narrowed(self) -> bool:
+        """Whether ops have some of their strategies alone."""
+        return bool(self._per_axis)
+
+    def narrowed(self, per_axis: Mapping[str, Collection[str]]) -> Pricer:
+        """The same prices, of those strategies of ops alone of which every axis takes one of these choices. per_axis: by the
+        signature of an op."""
+        other = copy(self)
+        other._choices, other._per_axis = {}, per_axis
+        return other
 
     def _op_seconds(self, call: OpCall, rule: Rule) -> OpSeconds:
         """Seconds of an op on blocks of it."""

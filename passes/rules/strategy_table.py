@@ -7,7 +7,7 @@ kind share a table over all meshes, batches and layers.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -40,16 +40,18 @@ class StrategyTable:
         return np.asarray(np.where(self.sharded, sizes, 1).prod(2, dtype=int))
 
 
-def strategy_table(rule: Rule, mesh: Mesh) -> StrategyTable:
-    """The table of a rule on meshes with these axes."""
+def strategy_table(rule: Rule, mesh: Mesh, choices: Collection[str] | None = None) -> StrategyTable:
+    """The table of a rule on meshes with these axes. choices: what an axis may take (None: whatever the rule allows)."""
     of_any_size = {name: replace(factor, size=min(factor.size, 2)) for name, factor in rule.factors.items()}
     form = Rule(rule.operands, rule.results, of_any_size, rule.linear, rule.carried)
-    return _table(form, mesh.names, shared_axes(mesh))
+    every = form.choices()
+    kept = every if choices is None else [choice for choice in every if choice in choices]
+    return _table(form, mesh.names, shared_axes(mesh), tuple(kept))
 
 
 @lru_cache(maxsize=16384)
-def _table(form: Rule, names: tuple[str, ...], axes: tuple[str, ...]) -> StrategyTable:
-    mesh, choices = Mesh(tuple((name, 2) for name in names)), form.choices()
+def _table(form: Rule, names: tuple[str, ...], axes: tuple[str, ...], choices: tuple[str, ...]) -> StrategyTable:
+    mesh = Mesh(tuple((name, 2) for name in names))
     per_axis = [choices if name in axes else ("",) for name in names]
     strategies = [s for s in itertools.product(*per_axis) if form.agrees(s)]
 

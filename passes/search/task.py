@@ -31,6 +31,7 @@ from autopar.passes.lower import lower, outline
 from autopar.passes.order.ordered import in_order
 from autopar.passes.price.pricer import Pricers
 from autopar.passes.rules.book import RuleBook
+from autopar.passes.rules.per_axis import PerAxis, by_signature
 from autopar.passes.search.layout import Layout
 from autopar.passes.search.workers import Workers
 from autopar.passes.shard.priced_plan import PricedPlan
@@ -164,12 +165,15 @@ class Task:
             for size, axes in zip(self.program.parameters[name].type.shape, spec.dims, strict=True)
         )
 
-    def on(self, mesh: Mesh, setting: Setting | None = None) -> OnMesh:
+    def on(self, mesh: Mesh, setting: Setting | None = None, per_axis: PerAxis | None = None) -> OnMesh:
         """The whole program on one mesh, its parameters stored as in the layout's stages on such a mesh. setting: by default
-        the task's."""
+        the task's. per_axis: what ops may take along an axis (None: whatever their rules allow)."""
         stages = self.layout.stages if self.layout is not None else ()
         stored = {n: p for stage in stages if stage.mesh.ranks == mesh.ranks for n, p in stage.parameters.items()}
-        return OnMesh(self.program, self.pricers[mesh], self.rules, setting or self.setting, self.options, stored)
+        pricer = self.pricers[mesh]
+        if per_axis is not None:
+            pricer = pricer.narrowed(by_signature(per_axis, self.program))
+        return OnMesh(self.program, pricer, self.rules, setting or self.setting, self.options, stored)
 
     def lower(self, plan: Plan) -> LoweredProgram:
         """A plan of this task's program as lines."""

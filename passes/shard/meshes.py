@@ -6,6 +6,9 @@ parameters can be sharded over, and `replica` over the odd part, which they may 
 
 Where a microbatch has so few rows that the ranks which share one do not fit into the fast links, there are three axes: `dp` takes
 the rows, `cp` shares them, `tp` is inside.
+
+Where a second axis made steps faster, a third one may (`finer_meshes`): experts, sequences, or shards of what is replicated
+across nodes then have an axis between those of the rows and of the fast links, of any size.
 """
 
 from __future__ import annotations
@@ -44,8 +47,7 @@ def candidate_meshes(
     forced = options.forced_mesh(ranks, cluster.size)
     if forced is not None:
         return [for_rows(forced, rows, options.rebalance)]
-    fast = cluster.levels[0].group_size if cluster.levels else ranks
-    inner = sorted({k for k in (2, 4, 8, fast) if 1 < k < ranks and ranks % k == 0 and k <= fast}, reverse=True)
+    fast, inner = _fast(cluster, ranks), _inner(cluster, ranks)
     if options.axes is not None:
         return [for_rows(mesh, rows, options.rebalance) for mesh in _with_axes(options.axes, ranks, [1, *inner])]
     meshes = [Mesh.of(dp=ranks)]
@@ -57,6 +59,32 @@ def candidate_meshes(
     if 1 < odd < ranks and (odd, ranks // odd) not in {tuple(mesh.sizes.values()) for mesh in meshes}:
         meshes.append(Mesh.of(**{REPLICA: odd, "dp": ranks // odd}))
     return [for_rows(mesh, rows, options.rebalance) for mesh in meshes]
+
+
+def finer_meshes(cluster: ClusterSpec, options: Options, middle: str, rows: int | None = None) -> list[Mesh]:
+    """Meshes of the whole cluster with an axis `middle`, a power of two of ranks, inside `dp`: around an axis `tp` inside the
+    fast links, or by itself and across these. None where the options say axes. rows: as of `candidate_meshes`."""
+    if options.mesh is not None or options.axes is not None:
+        return []
+    meshes, fast = [], _fast(cluster, cluster.size)
+    for k in (*_inner(cluster, cluster.size)[:3], 1):
+        rest, between = cluster.size // k, 2
+        while rest % between == 0 and rest > between:
+            if k > 1 or between > fast:
+                meshes.append(Mesh.of(**{"dp": rest // between, middle: between, **({"tp": k} if k > 1 else {})}))
+            between *= 2
+    return [for_rows(mesh, rows, options.rebalance) for mesh in meshes]
+
+
+def _inner(cluster: ClusterSpec, ranks: int) -> list[int]:
+    """Sizes of an inner axis of so many ranks, the largest first."""
+    fast = _fast(cluster, ranks)
+    return sorted({k for k in (2, 4, 8, fast) if 1 < k < ranks and ranks % k == 0 and k <= fast}, reverse=True)
+
+
+def _fast(cluster: ClusterSpec, ranks: int) -> int:
+    """How many ranks the fast links join."""
+    return cluster.levels[0].group_size if cluster.levels else ranks
 
 
 def _with_axes(axes: Mapping[str, int], ranks: int, inner: Sequence[int]) -> Iterator[Mesh]:

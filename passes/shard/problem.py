@@ -211,11 +211,15 @@ class Problem:
         joined: tuple[str, ...] = (),
         compression: str = "",
     ) -> np.ndarray:
-        """Seconds from every spec of `before` to every one of `after`; joined, compression: as of `Pricer.joined_s`."""
-        owed = self.pricer.shards(type_).letters.owed
+        """Seconds from every spec of `before` to every one of `after`; joined, compression: as of `Pricer.joined_s`. Where ops
+        have few strategies, conversions go through no specs that shard other dims than these."""
+        letters = self.pricer.shards(type_).letters
+        owed, cut = letters.owed, None
+        if self.pricer.is_narrowed:
+            cut = tuple((letters.sharded[before].any((0, 2)) | letters.sharded[after].any((0, 2))).tolist())
         bits = np.bitwise_or.reduce(owed[before]) | np.bitwise_or.reduce(owed[after])
         try:
-            lattice = self.pricer.lattice(type_, _OWED[bits], joined, compression)
+            lattice = self.pricer.lattice(type_, _OWED[bits], joined, compression, cut)
             return lattice.between(before[:, None], after)
         except KeyError as error:
             raise self._misfit(type_, error.args[0]) from None

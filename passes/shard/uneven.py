@@ -90,7 +90,7 @@ def for_experts(mesh: Mesh, program: Program, rules: RuleBook) -> Mesh:
     if ranks == 1 or isinstance(ranks, Shares):
         return mesh
     rows = rows_of(program) if not any(isinstance(size, Shares) for size in axes) else None
-    units = [n for n in sorted(_experts(program, rules)) if n > ranks and n % ranks]
+    units = [n for n in sorted(numbers_of_experts(program, rules)) if n > ranks and n % ranks]
     left = (rows or 0) // math.prod(axes)
     if left >= ranks and (left % ranks or any(n % left == 0 and n % e == 0 for n in _sizes(program) for e in units)):
         units = [left, *(n for n in units if n % left)]
@@ -100,7 +100,7 @@ def for_experts(mesh: Mesh, program: Program, rules: RuleBook) -> Mesh:
     return Mesh(tuple((axis, shares if axis == EXPERTS else size) for axis, size in mesh.axes), mesh.offset)
 
 
-def _experts(program: Program, rules: RuleBook) -> set[int]:
+def numbers_of_experts(program: Program, rules: RuleBook) -> set[int]:
     """Sizes of what an axis may shard together with tokens, in unequal blocks."""
     calls = (call for template in program.templates.values() for call in template.op_calls.values())
     carried = ((rule, one) for rule in map(rules.rule, calls) for one in rule.carries.values())

@@ -16,7 +16,9 @@ from autopar.errors import ConstraintError, InfeasibleError
 from autopar.ir.mesh import Mesh
 from autopar.passes.account.stage import representatives
 from autopar.passes.price.op_seconds import OpSeconds
+from autopar.passes.rules.per_axis import PerAxis, taken_by
 from autopar.passes.search.by_microbatch import finished as finished_within
+from autopar.passes.search.one_mesh.finer import meshes_worth_trying
 from autopar.passes.search.task import Task, account_of
 from autopar.passes.search.workers import Answers
 from autopar.passes.shard.meshes import REPLICA, candidate_meshes
@@ -31,6 +33,10 @@ _MARGIN = 1.02
 """A budget shrinks by a little more than what was too much."""
 CLOSE = 1.001
 """A bound may be this much above what the plan takes: conversions that readers share are bounded as often as they are read."""
+_FINER = 3
+"""Plans on finer meshes that are lowered at most."""
+_NEARLY = 1.005
+"""Plans on finer meshes are lowered that the solver counts within this of the best one."""
 _MEMORY_DECIDED = ("priced memory", "memory row")
 """Methods of a `Solution` that say that the fastest assignment did not fit."""
 
@@ -55,7 +61,7 @@ def search_strategies(task: Task) -> tuple[list[PricedPlan], bool]:
         with task.workers.answers(partial(finished_within, task), candidates) as finished:
             short = task.short_bytes(finished[0].plan, account_of(finished[0]))
             if short <= 0:
-                plans = _fastest_first(task, candidates, finished)
+                plans = _with_finer(task, _fastest_first(task, candidates, finished), budget, policy)
                 return plans, fell_short or any(_paid_for_memory(task, c) for c in plans)
         if not budgets:
             budgets.append({mesh: nbytes - _MARGIN * short for mesh, nbytes in budget.items()})
@@ -81,6 +87,25 @@ def _fastest_first(
     return [best, *sorted(others.values(), key=lambda c: (c.step_s, c.solution.memory))]
 
 
+def _with_finer(task: Task, plans: list[PricedPlan], budget: Mapping[Mesh, float], policy: str) -> list[PricedPlan]:
+    """The plans, the first of which fits, with those on finer meshes where these may be faster. budget: bytes by mesh
+    that the plans keep to."""
+    meshes = meshes_worth_trying(task, ((plan.plan.stages[0].mesh, plan.step_s) for plan in plans))
+    budgets = dict.fromkeys(meshes, min(budget.values()))
+    try:
+        finer, _ = _on_meshes(task, [], budgets, policy, taken_by(plan.plan.stages[0] for plan in plans))
+    except (InfeasibleError, ConstraintError):
+        return plans
+    for candidate in finer[:_FINER]:
+        best = plans[0]
+        if candidate.step_s >= best.step_s or candidate.solution.cost > _NEARLY * finer[0].solution.cost:
+            break
+        counted = task.finish(candidate)
+        if counted.step_s < best.step_s and task.short_bytes(counted.plan, account_of(counted)) <= 0:
+            plans = [counted, *plans]
+    return plans
+
+
 def _paid_for_memory(task: Task, candidate: PricedPlan) -> bool:
     """Whether a plan of the strategy that was asked for is slower than it would be in any memory."""
     asked = candidate.plan.origin.startswith(("solver", task.options.strategy))
@@ -88,17 +113,17 @@ def _paid_for_memory(task: Task, candidate: PricedPlan) -> bool:
 
 
 def _on_meshes(
-    task: Task, first: list[Mesh], budgets: Mapping[Mesh, float], policy: str
+    task: Task, first: list[Mesh], budgets: Mapping[Mesh, float], policy: str, per_axis: PerAxis | None = None
 ) -> tuple[list[PricedPlan], bool]:
     """The solver's best plan, then all others by seconds; and whether the strategy that was asked for fell short of the
-    budget on a mesh. first: the meshes that are not tried beside others; budgets: bytes by mesh."""
+    budget on a mesh. first: the meshes that are not tried beside others; budgets: bytes by mesh; per_axis: as of `Task.on`."""
     asked, fell_short = task.options.strategy, False
     candidates: list[PricedPlan] = []
 
     def solved(question: tuple[Mesh, str]) -> PricedPlan | Shortage | InfeasibleError | ConstraintError | None:
         mesh, strategy = question
         try:
-            return solve_mesh(task.on(mesh), strategy, budgets[mesh], recompute=policy)
+            return solve_mesh(task.on(mesh, per_axis=per_axis), strategy, budgets[mesh], recompute=policy)
         except InfeasibleError as error:
             return error if strategy == asked else None
         except ConstraintError as error:

@@ -9,15 +9,18 @@ is no better than the best plan so far, or as soon as its plan runs nothing agai
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property
+from itertools import chain
 
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.ir.memory_levers import OFFLOAD_KINDS
 from autopar.ir.mesh import Mesh
+from autopar.passes.rules.per_axis import PerAxis, taken_by
 from autopar.passes.search.lower_bounds import could_fit, least_bytes
 from autopar.passes.search.microbatches import TasksByCount, microbatch_counts
+from autopar.passes.search.one_mesh.finer import meshes_worth_trying
 from autopar.passes.search.one_mesh.joint import JointSearch
 from autopar.passes.search.one_mesh.within_memory import fastest_within_limit, joint_on, relieved
 from autopar.passes.search.task import RankedPlans, Task, account_of
@@ -31,6 +34,10 @@ Question = tuple[Mesh, int, frozenset[str]]
 
 _WORTH = 0.995
 """A plan is looked for where it could be faster by more than this."""
+NEAR = 1.03
+"""Plans that are slower than the best one by less than this are kept beside it."""
+_FINER = 2
+"""Finer meshes that are looked at, those whose bounds are best."""
 _MOMENT = 0.8
 """The share of the bytes that live for a moment in one plan that another one is taken to need as well."""
 
@@ -41,8 +48,9 @@ class ShortMemorySearch:
     best_s: seconds of a step to beat. byte_price: seconds per byte at the best plan so far; where plans of another kind are
     faster than all that fit, at the first of these, whose step took share_s of the seconds that the solver counts.
     moment_bytes: about what lives for a moment at the best plan, beside the bytes that the solver counts. faster: plans that
-    were each faster than all before. without_room: meshes on which no plan fits in so many microbatches, with these kinds of
-    offload.
+    were each faster than all before; near: others, which may be the faster ones once lines run while messages travel. steps:
+    by mesh that was looked at the seconds of its best plan, at least (infinite where none fits). without_room: meshes on which
+    no plan fits in so many microbatches, with these kinds of offload.
     """
 
     def __init__(self, tasks: TasksByCount, without_room: Collection[Question] = ()) -> None:
@@ -53,8 +61,11 @@ class ShortMemorySearch:
             self.counts = [1, *(M for M in self.counts if M > 1)]
         self.byte_price, self.share_s, self.moment_bytes = 0.0, 1.0, 0.0
         self.faster: RankedPlans = []
+        self.near: RankedPlans = []
+        self.steps: dict[Mesh, float] = {}
         self.without_room = set(without_room)
         self._begun: Iterator[PricedPlan | None] | None = None
+        self._per_axis: PerAxis | None = None
 
     def plans(self, best_s: float) -> Iterator[RankedPlans]:
         """Plans that are predicted faster than best_s, best first, whenever there is another one."""
@@ -67,6 +78,12 @@ class ShortMemorySearch:
                 for found in begun or self._look_on(mesh, joint, offload):
                     if found is not None:
                         yield self._ranked()
+            for mesh, joint in self._finer()[:_FINER]:
+                for found in self._look_on(mesh, joint, offload):
+                    if found is not None:
+                        yield self._ranked()
+        if self.faster and self.near:
+            yield self._ranked()
 
     def first_s(self, rival_s: float, best_s: float) -> float:
         """Seconds of the best plan of the whole batch on the mesh whose bound is best, where that bound is better than what a
@@ -83,14 +100,29 @@ class ShortMemorySearch:
         return math.inf if found is None else found.step_s
 
     def _ranked(self) -> RankedPlans:
-        return sorted(self.faster, key=lambda plan: plan[1].step_s)
+        near = (plan for plan in self.near if plan[1].step_s < NEAR * self.best_s)
+        return sorted([*self.faster, *near], key=lambda plan: plan[1].step_s)
 
     @cached_property
     def _meshes(self) -> list[tuple[Mesh, JointSearch]]:
         """Meshes whose fastest plan any memory would allow is known, the fastest first."""
-        task, found = self.tasks.task, list[tuple[float, Mesh, JointSearch]]()
-        for mesh in map(task.sharing, candidate_meshes(task.cluster, task.options, rows=rows_of(task.program))):
-            joint = joint_on(task, mesh)
+        task = self.tasks.task
+        return self._fastest_first(
+            map(task.sharing, candidate_meshes(task.cluster, task.options, rows=rows_of(task.program)))
+        )
+
+    def _finer(self) -> list[tuple[Mesh, JointSearch]]:
+        """The same of finer meshes that are worth it, of plans that take along axes what the best plans on the others take."""
+        meshes = meshes_worth_trying(self.tasks.task, self.steps.items())
+        if meshes and self._per_axis is None:
+            fastest = (joint.fastest.plan for _, joint in self._meshes)
+            self._per_axis = taken_by(chain(fastest, (plan.plan.stages[0] for _, plan in self.faster)))
+        return self._fastest_first(meshes)
+
+    def _fastest_first(self, meshes: Iterable[Mesh]) -> list[tuple[Mesh, JointSearch]]:
+        found: list[tuple[float, Mesh, JointSearch]] = []
+        for mesh in meshes:
+            joint = joint_on(self.tasks.task, mesh, per_axis=self._per_axis)
             with suppress(InfeasibleError, ConstraintError):
                 found.append((joint.fastest.seconds, mesh, joint))
         return [(mesh, joint) for _, mesh, joint in sorted(found, key=lambda found: found[0])]
@@ -102,6 +134,7 @@ class ShortMemorySearch:
         """Faster plans on one mesh in growing microbatch counts; None for a count that has none. whole: the search of the
         request as it stands, of which no plan on this mesh takes less than the fastest."""
         bound_s = whole.fastest.seconds
+        self.steps.setdefault(mesh, math.inf if self._may_win(bound_s) else bound_s)
         for M in self.counts:
             if not self._may_win(bound_s):
                 return
@@ -109,7 +142,7 @@ class ShortMemorySearch:
             if (mesh, M, offload) in self.without_room or not (offload or self._could_fit(task)):
                 continue
             task = task.offloading(offload)
-            joint = whole if task is self.tasks.task else joint_on(task, mesh)
+            joint = whole if task is self.tasks.task else joint_on(task, mesh, per_axis=self._per_axis)
             try:
                 bound_s = joint.fastest.seconds
             except (InfeasibleError, ConstraintError):  # too small a batch for the mesh and so many microbatches
@@ -122,8 +155,12 @@ class ShortMemorySearch:
                     continue
             candidate = self._plan(task, joint, (mesh, M, offload))
             faster = None if candidate is None else self._kept(task, joint, candidate)
-            if candidate is not None and faster is None and not self.byte_price:
-                self.byte_price, self.share_s = joint.price, min(candidate.step_s / candidate.solution.cost, 1.0)
+            if candidate is not None:
+                self.steps[mesh] = min(self.steps[mesh], (faster or candidate).step_s)
+            if candidate is not None and faster is None:
+                self.near.append((task, candidate))
+                if not self.byte_price:
+                    self.byte_price, self.share_s = joint.price, min(candidate.step_s / candidate.solution.cost, 1.0)
             yield faster
             if candidate is not None and not any(t.recompute for t in candidate.plan.stages[0].templates.values()):
                 return

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.setting import Setting
+from autopar.passes.rules.per_axis import PerAxis
 from autopar.passes.search.by_microbatch import finished
 from autopar.passes.search.one_mesh.joint import CLOSE, JointSearch, Point
 from autopar.passes.search.recompute_levels import with_less_recompute
@@ -30,9 +31,12 @@ _LITTLE = 0.005
 """A plan that could be faster by no more than this, relative, is not looked for."""
 
 
-def joint_on(task: Task, mesh: Mesh, setting: Setting | None = None, close: float = CLOSE) -> JointSearch:
-    """Sharding and recompute of the whole program on a mesh. setting: by default the task's. close: as of `JointSearch`."""
-    on, options = task.on(mesh, setting), task.options
+def joint_on(
+    task: Task, mesh: Mesh, setting: Setting | None = None, close: float = CLOSE, per_axis: PerAxis | None = None
+) -> JointSearch:
+    """Sharding and recompute of the whole program on a mesh. setting: by default the task's. close: as of `JointSearch`.
+    per_axis: as of `Task.on`."""
+    on, options = task.on(mesh, setting, per_axis), task.options
     return JointSearch(
         task.program,
         lambda sets: build_problem(on, options.strategy, sets),

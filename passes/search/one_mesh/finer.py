@@ -1,0 +1,34 @@
+"""Finer meshes, where the first ones gave reason to plan them: those of three axes, and of two across nodes.
+
+Of what more axes can win the second one wins most. So a third is tried only where that paid: where the best plan on two axes is
+faster than the best on one. These meshes are planned with what ops took along the axes of the first ones
+(`autopar.passes.rules.per_axis`), which takes a tenth of the time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from autopar.ir.mesh import Mesh
+from autopar.passes.search.task import Task
+from autopar.passes.shard.meshes import CONTEXT, finer_meshes
+from autopar.passes.shard.uneven import EXPERTS, numbers_of_experts, rows_of
+
+PAYS = 0.002
+"""The share of a step that a second axis wins at least where a third one is tried."""
+
+
+def meshes_worth_trying(task: Task, steps: Iterable[tuple[Mesh, float]]) -> list[Mesh]:
+    """The finer meshes that may be faster than those that were tried. steps: these, with the seconds that a plan takes there
+    at least (infinite where none fits)."""
+    least = dict.fromkeys((1, 2), math.inf)
+    for mesh, seconds in steps:
+        axes = sum(size > 1 for _, size in mesh.axes)
+        least[axes] = min(least.get(axes, math.inf), seconds)
+    best_s = min(least.values())
+    if task.options.strategy != "auto" or task.layout is not None or best_s >= (1 - PAYS) * least[1]:
+        return []
+    middle = EXPERTS if numbers_of_experts(task.program, task.rules) else CONTEXT
+    meshes = finer_meshes(task.cluster, task.options, middle, rows_of(task.program))
+    return [mesh for mesh in map(task.sharing, meshes) if not mesh.uneven]
