@@ -23,11 +23,8 @@ from autopar.ops.dialect import SHAPES
 
 
 def fake_mode() -> FakeTensorMode:
-    """One mode per compilation; plain tensor attributes of modules are let in as constants. It notes no results: layers that are
-    alike are traced once, and where none is, what would be noted is looked up by nobody."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    mode.cache_enabled = False
-    return mode
+    """One mode per compilation; plain tensor attributes of modules are let in as constants."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
