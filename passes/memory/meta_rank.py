@@ -49,7 +49,7 @@ class MetaRank:
         return self._comm.asked_index
 
     def listen(self) -> None:
-        """What was asked is what is asked from here on."""
+        """Forget what was asked so far."""
         self._comm.asked_index = self.asked_mesh = False
 
     def key(self, call: int, site: int) -> int:
