@@ -117,7 +117,11 @@ class StageAccount:
 
 def probe_of(pricer: Pricer) -> Probe:
     """The effects of lines on memory on such ranks, as far as the task has asked for them."""
-    return pricer.memo[Probe](Mesh(pricer.mesh.axes), pricer.device.runs_as)
+    return _probe(pricer, pricer.mesh)
+
+
+def _probe(pricer: Pricer, mesh: Mesh) -> Probe:
+    return pricer.memo[Probe](Mesh(mesh.axes), pricer.device.runs_as, pricer.memo)
 
 
 def account_stage(
@@ -173,8 +177,7 @@ def _on_kinds(stage: LoweredStage, setting: Setting, pricer: Pricer) -> tuple[tu
     found = []
     for rank in ranks:
         seen = stage.mesh.seen_by(rank)
-        probe = pricer.memo[Probe](Mesh(seen.axes), pricer.device.runs_as)
-        found.append((rank, stage_memory(replace(stage, mesh=seen), setting, probe)))
+        found.append((rank, stage_memory(replace(stage, mesh=seen), setting, _probe(pricer, seen))))
     return tuple(found)
 
 

@@ -28,13 +28,29 @@ _MODULES: dict[str, Any] = {
 
 
 class MetaRank:
-    """The part of `rt` that a line may ask for, on meta tensors. rank: by default the last."""
+    """The part of `rt` that a line may ask for, on meta tensors. rank: by default the last. asked_mesh: whether anybody asked for
+    what there is of the mesh, as whoever sends a message or wants to know its place does."""
 
     device = torch.device("meta")
 
     def __init__(self, mesh: Mapping[str, int], rank: int | None = None) -> None:
-        self.comm = MetaComm(mesh, rank)
+        self._comm = MetaComm(mesh, rank)
         self.guards = Guards()
+        self.asked_mesh = False
+
+    @property
+    def comm(self) -> MetaComm:
+        self.asked_mesh = True
+        return self._comm
+
+    @property
+    def asked_index(self) -> bool:
+        """Whether anybody asked where the rank is along an axis."""
+        return self._comm.asked_index
+
+    def listen(self) -> None:
+        """Forget what was asked so far."""
+        self._comm.asked_index = self.asked_mesh = False
 
     def key(self, call: int, site: int) -> int:
         return 1

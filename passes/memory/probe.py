@@ -35,17 +35,20 @@ from autopar.runtime.gradients.gather import Gather, start_gathers
 SMALL = 4 << 20
 WholeLine = Compute | Convert | Cut | Join
 """Lines that are not parts of others."""
+Make = Callable[[WholeLine, tuple[Layout, ...]], list[Effect]]
+"""Finds the effects of a line on operands that lie so."""
 Shards = tuple["GatheredShard", ...]
 Returning = tuple[tuple[Layout, tuple[RuntimeStep, ...], Layout], ...]
 """Updated shards that go back to storage: (shard, steps, storage)."""
 
 
 class Probe:
-    """The effects of lines on a mesh where the kernels of a device run, each asked once. memo: what else is known of stages on
-    such ranks."""
+    """The effects of lines on a mesh where the kernels of a device run, each asked once; of those that ask nothing of the mesh,
+    once on all. memo: of probes, and of what else is known of stages on such ranks."""
 
-    def __init__(self, mesh: Mesh, device: Device = CPU) -> None:
-        self.mesh, self.device, self.memo = mesh, device, Memo()
+    def __init__(self, mesh: Mesh, device: Device = CPU, memo: Memo | None = None) -> None:
+        self.mesh, self.device, self.memo = mesh, device, memo or Memo()
+        self._anywhere = self.memo.get((Probe, device), dict[Hashable, list[Effect]])
         self._last, self._first = MetaRank(mesh.sizes), MetaRank(mesh.sizes, 0)
 
     def effect(self, line: Line, layout_of: Mapping[str, Layout | None]) -> tuple[list[str], Effect]:
@@ -58,7 +61,9 @@ class Probe:
         layouts, names = tuple(operands.values()), list(operands)
         make = self._whole if whole is line else self._parts
         key = make.__name__, _what(numbered), len(whole.outs), layouts
-        effects = self.memo.get(key, lambda: self._standing(make, numbered, layouts))
+        effects = self._anywhere.get(key) or self.memo.get(
+            (self, key), lambda: self._asked(make, numbered, layouts, key)
+        )
         match line:
             case GoOn(stop=stop):
                 return [], effects[stop]
@@ -74,14 +79,18 @@ class Probe:
         """The most bytes beside shards and storage while updated shards go back to storage."""
         return self.memo[_regather_peak](self._last.comm, shards)
 
-    def _standing(
-        self,
-        make: Callable[[WholeLine, tuple[Layout, ...]], list[Effect]],
-        line: WholeLine,
-        layouts: tuple[Layout, ...],
-    ) -> list[Effect]:
+    def _asked(self, make: Make, line: WholeLine, layouts: tuple[Layout, ...], key: Hashable) -> list[Effect]:
+        """The effects of a line that is new here. key: of all that they follow from where nothing of the mesh is asked."""
+        effects, asked_mesh = self._standing(make, line, layouts)
+        if not asked_mesh:
+            self._anywhere[key] = effects
+        return effects
+
+    def _standing(self, make: Make, line: WholeLine, layouts: tuple[Layout, ...]) -> tuple[list[Effect], bool]:
+        """The effects of a line, and whether anything of the mesh was asked for them."""
+        self._last.listen()
         with standing_for(self.device):
-            return make(line, layouts)
+            return make(line, layouts), self._last.asked_mesh
 
     def _parts(self, line: WholeLine, layouts: tuple[Layout, ...]) -> list[Effect]:
         """The effects of a line that is split: of its start, of every part between, and of its wait."""
@@ -120,13 +129,17 @@ class Probe:
                 return [_recurrent(on(self._last), layouts)]
             watched = self._at_any_size(line, layouts)
             if watched is None:
-                self._last.comm.asked_index = False
                 watched = watch(on(self._last), layouts)
-                if self._last.comm.asked_index:  # the last block sees most keys, or in zigzag order the first
+                if self._last.asked_index:  # the last block sees most keys, or in zigzag order the first
                     watched = max(watched, watch(on(self._first), layouts), key=lambda effect: effect.peak)
         except Exception:  # an op without a meta implementation, or one that looks at data
-            return [_declared(line, self.mesh)]
-        return [watched if len(watched.outs) >= len([o for o in line.outs if o != "_"]) else _declared(line, self.mesh)]
+            return [self._declared(line)]
+        return [watched if len(watched.outs) >= len([o for o in line.outs if o != "_"]) else self._declared(line)]
+
+    def _declared(self, line: WholeLine) -> Effect:
+        """The effect that the types of the line state, whose blocks are the mesh's."""
+        self._last.asked_mesh = True
+        return _declared(line, self.mesh)
 
     def _at_any_size(self, line: WholeLine, layouts: tuple[Layout, ...]) -> Effect | None:
         """The effect as that of lines like it at other sizes, where it grows with these."""

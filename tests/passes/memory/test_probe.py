@@ -20,6 +20,7 @@ from autopar.ir.types import TensorType
 from autopar.passes.memory import probe
 from autopar.passes.memory.probe import GatheredShard, Probe, local
 from autopar.passes.played.tensors import Effect, Layout, Out
+from autopar.passes.rules.memo import Memo
 from autopar.runtime.comm.devices import CPU, Device
 from autopar.runtime.kernels import ops
 from autopar.runtime.kernels.attention import attention as attention_runtime
@@ -169,6 +170,9 @@ def test_an_op_that_looks_at_data_is_believed_its_declared_type() -> None:
     type_, spec = TensorType((8, 2), torch.int64), Spec((("dp",), ()))
     line = Compute("aten.nonzero.default", {"self": Ref("x")}, outs=("y",), types=(type_,), specs=(spec,))
     assert effect(line, TWO, x=X) == Effect((Out(-1, 0, Layout.dense((4, 2), torch.int64)),), (64,), 64)
+    memo = Memo()
+    of_meshes = [Probe(Mesh.of(dp=n), memo=memo).effect(line, {"x": X})[1].fresh for n in (2, 4)]
+    assert of_meshes == [(64,), (32,)], "the types' blocks are those of each mesh"
 
 
 @pytest.mark.parametrize("mode", ["lstm", "gru"])
@@ -372,3 +376,19 @@ def test_a_fused_norm_needs_its_result_alone() -> None:
     assert (on_gpu.peak, on_gpu.fresh) == (8 * 64 * 2 + 8 * 4, (8 * 64 * 2, 8 * 4))
     assert on_gpu.fresh == on_cpu.fresh
     assert on_cpu.peak > on_gpu.peak
+
+
+def test_a_line_that_asks_nothing_of_the_mesh_is_asked_once_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    memo, asked, standing = Memo(), list[tuple[type, int]](), Probe._standing
+
+    def noted(one: Probe, make: Any, line: Any, layouts: Any) -> Any:
+        asked.append((type(line), one.mesh.size))
+        return standing(one, make, line, layouts)
+
+    lines = compute("aten.clone.default", self=Ref("x")), Convert("x", Step("all_gather", "dp", 1), outs=("y",))
+    meshes = [Mesh.of(dp=n) for n in (2, 4)]
+    alone = [[effect(line, mesh, x=X) for line in lines] for mesh in meshes]
+    monkeypatch.setattr(Probe, "_standing", noted)
+    together = [[Probe(mesh, memo=memo).effect(line, {"x": X})[1] for line in lines] for mesh in meshes]
+    assert together == alone
+    assert asked == [(Compute, 2), (Convert, 2), (Convert, 4)]
