@@ -24,7 +24,7 @@ def moved_bytes(grouped: Grouped | None, software: Software, along: Sequence[int
     if grouped is None:
         return 0.0
     c = software.constants
-    passes = c.permute_passes if software.keeps_rows else grouped.passes
+    passes = software.routed_passes if software.keeps_rows else grouped.passes
     if len(along) > 1 and not software.keeps_rows:
         passes += LEG_PASSES * visits(along[0], grouped.choices) / grouped.choices
     inner = c.fused_passes if software.kernels == "fused" else c.eager_passes

@@ -13,6 +13,7 @@ import torch
 
 from autopar.cluster.device import DeviceSpec
 from autopar.costmodel import compute
+from autopar.costmodel.flash import causal_tile
 from autopar.costmodel.software import Software
 from autopar.ir.call import OpCall
 from autopar.ir.mesh import Mesh
@@ -103,25 +104,35 @@ class OpSeconds:
             filled_s, moved[-1] = compute.filling_time_s(device, moved[-1], moved[0])
         grouped = self.grouped(parts, strategy)
         along = [self.mesh.sizes[axis] for axis, _ in carried_choices(strategy, self.mesh)] if grouped else []
-        tile = device.kernels.causal_tile if device.kernels is not None else 0.0
-        imbalance = facts.imbalance(call, parts, tile) if facts.imbalance else 1.0
+        shape = facts.dims(call, parts, share) if facts.dims else _product(groups, self.rule, parts)
+        tile = 0.0
+        if kind in compute.ATTENTION and shape:
+            tile = causal_tile(device, shape[0], eager=software.eager_attention, backward=kind != "attention")
+        imbalance, drawing = (facts.imbalance(call, parts, t) if facts.imbalance else 1.0 for t in (tile, 0.0))
         merged = facts.merged(call, parts, device.runs_as) if facts.merged else None
         merging_s = compute.merging_time_s(device, call.op, **vars(merged)) if merged is not None else 0.0
         drawn = facts.drawn(call, device.runs_as) if facts.drawn else None
-        drawn_s = 0.0 if drawn is None else compute.drawing_time_s(device, drawn.instructions * imbalance / share)
+        drawn_s = 0.0 if drawn is None else compute.drawing_time_s(device, drawn.instructions * drawing / share)
         kernel = price(
             device,
             flops=work_share(grouped, software) * flops * (drawn.products if drawn else 1.0) * imbalance / share,
             nbytes=sum(moved),
             dtype=self._dtype,
             kind=kind,
-            shape=facts.dims(call, parts, share) if facts.dims else _product(groups, self.rule, parts),
-            eager=software.kernels != "fused",
+            shape=shape,
+            eager=software.eager_attention,
             op=call.op,
-            reached=self._reached(kind, strategy) * (software.constants.grouped_share if grouped is not None else 1.0),
+            grouped=grouped is not None,
+            reached=self._reached(kind, strategy) * self._kept(kind, grouped),
             moved_bytes=moved_bytes(grouped, software, along, device.runs_as),
         )
         return kernel, merging_s, filled_s, drawn_s
+
+    def _kept(self, kind: str, grouped: Grouped | None) -> float:
+        """The share of a plain kernel's rate that the software's reaches."""
+        if kind in compute.ATTENTION:
+            return self.software.attention_share
+        return 1.0 if grouped is None else self.software.constants.grouped_share
 
     def _reached(self, kind: str, strategy: Strategy) -> float:
         """The share of a product's rate that is left by how its tensors' rows lie, on the rank with the slowest kernel."""
