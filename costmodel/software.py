@@ -14,6 +14,10 @@ from functools import cache
 from autopar.cluster import ClusterSpec
 from autopar.cluster.device import DeviceSpec, curve_named, dtype_name, load_data
 
+LOW_PRECISIONS = ("float8", "mxfp8", "float4")
+"""Precisions below 16 bits, in which a layer's products of weights are; mxfp8 has float8's arithmetic."""
+CAST_BYTES = 4
+"""Bytes of a pass that casts an element to 8 or 4 bits."""
 LAYER_LAUNCHES = 67
 """Kernels of forward and backward of a Llama layer whose ops are launched one by one (26 and 41)."""
 LAUNCH_HOST = 1.58
@@ -135,6 +139,22 @@ class Software:
     def eager_attention(self) -> bool:
         """Whether attention is by kernels of the generation before the device's own."""
         return self.attention != "own" if self.attention else self.kernels != "fused"
+
+    @property
+    def low_dtype(self) -> str:
+        """The dtype of a layer's products of weights where it has less than 16 bits; else empty."""
+        return {"mxfp8": "float8"}.get(self.precision, self.precision) if self.precision in LOW_PRECISIONS else ""
+
+    @property
+    def cast_passes(self) -> float:
+        """Passes, of `CAST_BYTES` an element, over what such a product reads: rows forward, their gradients backward."""
+        c = self.constants
+        return 0.0 if not self.low_dtype else c.fp8_cast if self.precision == "float8" else c.mx_cast
+
+    @property
+    def attention_dtype(self) -> str:
+        """The dtype of attention's products where it has less than 16 bits; else empty."""
+        return "float8" if self.attention_8 and self.low_dtype else ""
 
     @property
     def repeats_keys(self) -> bool:

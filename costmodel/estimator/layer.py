@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from autopar.costmodel.bill import CallBill, Purpose, Work
 from autopar.costmodel.collective import dispatch_time_s, strided_shape, strided_time_s
 from autopar.costmodel.compute import aligned_share, matmul_time_s
-from autopar.costmodel.estimator.workload import LOW_PRECISIONS, Workload
+from autopar.costmodel.estimator.workload import Workload
 from autopar.costmodel.flash import attention_share, causal_tile
-from autopar.costmodel.software import TORCH_RING_BYTES
+from autopar.costmodel.software import CAST_BYTES, LOW_PRECISIONS, TORCH_RING_BYTES
 
 
 @dataclass
@@ -125,10 +125,9 @@ def product(
     cost.B += seconds
     cost.W += seconds
     if dtype in LOW_PRECISIONS:
-        passes = w.software.constants.fp8_cast if dtype == "float8" else w.software.constants.mx_cast
-        per_byte = copies * passes / w.memory_Bps
-        cost.F += 4 * m * k * per_byte
-        cost.B += 4 * m * n * per_byte
+        per_byte = copies * w.software.cast_passes / w.memory_Bps
+        cost.F += CAST_BYTES * m * k * per_byte
+        cost.B += CAST_BYTES * m * n * per_byte
 
 
 def side_by_side(w: Workload, *widths: float) -> tuple[float, ...]:
@@ -161,7 +160,7 @@ def attention_core(w: Workload) -> tuple[float, float]:
         return products + 9 * scores, 2 * products + 9 * scores
     keys = m.seq_len if m.window else m.seq_len / 2
     flops = 2 * T * keys * (m.q_width + m.v_width) / t
-    dtype = "float8" if w.software.attention_8 and w.precision in LOW_PRECISIONS else w.wide
+    dtype = w.software.attention_dtype or w.wide
     seconds = []
     for products, added in zip((1.0, 2.5), TORCH_RING_BYTES, strict=True):
         way = {"eager": w.software.eager_attention, "backward": products > 1}

@@ -67,7 +67,11 @@ class OpSeconds:
     @property
     def at_peak(self) -> float:
         """A lower bound on device-seconds however the op is sharded: its products at peak, launches left out."""
-        return 0.0 if self._facts.free or self._facts.work is None else self._work[0] / self.device.peak(self._dtype)
+        return (
+            0.0
+            if self._facts.free or self._facts.work is None
+            else self._work[0] / self.device.peak(self._computed_in(self._work[1]))
+        )
 
     def grouped(self, parts: Parts, strategy: Strategy) -> Grouped | None:
         """The rows that it computes in groups on a rank, where it does."""
@@ -117,7 +121,7 @@ class OpSeconds:
             device,
             flops=work_share(grouped, software) * flops * (drawn.products if drawn else 1.0) * imbalance / share,
             nbytes=sum(moved),
-            dtype=self._dtype,
+            dtype=self._computed_in(kind),
             kind=kind,
             shape=shape,
             eager=software.eager_attention,
@@ -127,6 +131,13 @@ class OpSeconds:
             moved_bytes=moved_bytes(grouped, software, along, device.runs_as),
         )
         return kernel, merging_s, filled_s, drawn_s
+
+    def _computed_in(self, kind: str) -> str:
+        """The dtype of its products under the software: what is in 16 bits may be in fewer there."""
+        low = self.software.attention_dtype if kind in compute.ATTENTION else ""
+        if self._facts.of_weights:
+            low = self.software.low_dtype
+        return low if low and self._dtype in ("bfloat16", "float16") else self._dtype
 
     def _kept(self, kind: str, grouped: Grouped | None) -> float:
         """The share of a plain kernel's rate that the software's reaches."""
@@ -141,7 +152,7 @@ class OpSeconds:
         taken = self.rule.taken(strategy, self.mesh)
         lengths = {f: self._lengths(f, taken.get(f, ())) for last in self._rows for f in last}
         rows = (math.prod(one) for last in self._rows for one in product(*(lengths[f] for f in last)))
-        return compute.aligned_share(self.device, self._dtype, rows)
+        return compute.aligned_share(self.device, self._computed_in(kind), rows)
 
     def _lengths(self, factor: str, axes: tuple[str, ...]) -> tuple[int, ...]:
         """The lengths of a factor's blocks, on some rank each."""

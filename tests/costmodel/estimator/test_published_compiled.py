@@ -102,7 +102,7 @@ def test_a_plan_is_forced_as_it_was_published() -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ("mosaic_1b_s32768_g8_h100_80gb_fp8_mb1", "Options.precision"),
+        ("mosaic_1b_s32768_g8_h100_80gb_fp8_mb1", ""),
         ("dgxc_v25.04_llama-3-1-70b-bf16_256", ""),
         ("mbridge-26.04.01-gpt_oss_120b-B200-BF16-n64-gbs1280-tp1pp1cp1vp1ep8f0", ""),
         ("zb-t6-28.3B-zb-v-p32-b2-m128", ""),

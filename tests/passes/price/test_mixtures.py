@@ -42,7 +42,7 @@ APART: Strategy = ("t0", "+t0+e", "f")
 ROWS, INNER = TOKENS * CHOICES / 8, F / 2
 ROW_BYTES, INNER_BYTES = ROWS * D * WIDTH, ROWS * INNER * 3 * WIDTH
 """Bytes of rows, and of their inner layer, of which gate and up are read and their product is written."""
-SHARE = 0.5 / ((1 + 16 / (ROWS / 2)) * (1 + 16 / INNER) * (1 + 16 / D))
+SHARE = 0.5 / ((1 + 16 / (ROWS / 2)) * (1 + 16 / (1.5 * INNER)) * (1 + 16 / D))
 """The share of the peak that products of the rows of one of a rank's two experts reach."""
 
 
