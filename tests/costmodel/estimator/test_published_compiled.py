@@ -167,12 +167,15 @@ def test_a_row_is_compiled_and_scored() -> None:
         "model": {**row["model"], **experts},
         "parallel": {**row["parallel"], "ep": 2},
     }
-    result = score_compiled([row, eight_bits, moe])
-    assert result["rows"] == 2
-    for compiled, arch in zip(result["compiled"], ("dense", "moe"), strict=True):
+    further = {**moe, "id": "further", "model": {**moe["model"], "mtp_layers": 1}}
+    result = score_compiled([row, eight_bits, moe, further])
+    assert result["rows"] == 3
+    for compiled, arch in zip(result["compiled"], ("dense", "dense", "moe"), strict=True):
         assert compiled["predicted_s"] > 0
         assert compiled["estimated_s"] > 0
         assert compiled["approximated"] == ["tensor parallelism with the sequence cut between products", CUT]
-        error = abs(compiled["predicted_s"] / compiled["measured_s"] - 1)
-        assert result[f"{arch}_median_abs_error"] == pytest.approx(error)
-    assert [refused["id"] for refused in result["not_compiled"]] == ["fp8"]
+        assert compiled["arch"] == arch
+    errors = [abs(compiled["predicted_s"] / compiled["measured_s"] - 1) for compiled in result["compiled"]]
+    assert result["dense_median_abs_error"] == pytest.approx(sum(errors[:2]) / 2)
+    assert result["moe_median_abs_error"] == pytest.approx(errors[2])
+    assert [refused["id"] for refused in result["not_compiled"]] == ["further"]
