@@ -25,6 +25,7 @@ import numpy as np
 from autopar.cluster.device import EfficiencyCurve, device_preset, load_data, preset_key
 from autopar.costmodel.estimator.rows import estimate_row
 from autopar.costmodel.software import StepConstants
+from benchmarks.measured_kernels import recorded
 
 ROOT = Path(__file__).resolve().parent.parent
 CURVES = ROOT / "autopar" / "cluster" / "data" / "efficiency.json"
@@ -44,6 +45,7 @@ PRIOR: Params = {
     "mx_cast": 1.0,
     "grouped_share": 0.8,
     "permute_passes": 4.0,
+    "biased_attention": 0.8,
     "dense_host_s": 0.001,
     "moe_host_s": 0.004,
     "expert_host_s": 0.0002,
@@ -75,6 +77,11 @@ FAMILIES = {
 START: Params = PRIOR | {f"{family}.{what}": 1.0 for family, shares in FAMILIES.items() for what in shares}
 ITERATIONS, FRESH = 8, (3, 6)
 """Steps of the fit, and those before which its Jacobian is made anew."""
+MEASURED_ON = "h100"
+KERNELS = [one for one in recorded() if one.is_attention]
+"""Attention that was measured one kernel at a time, torch's and cuDNN's: further data of the fit, two groups of rows."""
+SELDOM = ("grouped_half", "even", "odd")
+"""Figures of a curve that are written where they were measured."""
 HELD, HELD_TO_SHARED = 0.01, 0.05
 """Weights of the prior, and of families' factors being one."""
 
@@ -110,6 +117,12 @@ def curves_of(params: Params) -> dict[str, EfficiencyCurve]:
 def curve_of_device(name: str) -> str:
     """The family whose curve a device uses."""
     return str(load_data("devices.json")["devices"][name]["curve"])
+
+
+def kernel_errors(params: Params) -> np.ndarray:
+    """log(predicted / measured) of the attention kernels that were measured one by one."""
+    device = replace(device_preset(MEASURED_ON), curve=curves_of(params)[curve_of_device(MEASURED_ON)])
+    return np.array([np.log(one.predicted_s(device) / one.seconds) for one in KERNELS])
 
 
 def predict(rows: Sequence[Mapping[str, Any]], params: Params) -> np.ndarray:
@@ -185,7 +198,8 @@ def bounded(params: Params) -> Params:
 
 def fit(rows: Sequence[Mapping[str, Any]], at_start: np.ndarray | None = None) -> Params:
     """Constants fitted to these rows, from the prior. at_start: their Jacobian there, if it is known."""
-    params, names, w = dict(START), list(START), weights_of(rows)
+    params, names = dict(START), list(START)
+    w = np.concatenate([weights_of(rows), np.full(len(KERNELS), (len(KERNELS) / 2) ** -0.4)])
     measured = np.array([r["derived"]["step_time_s"] for r in rows])
     ridge = np.array([HELD_TO_SHARED if "." in name else HELD for name in names])
     J = at_start if at_start is not None else jacobian(rows, params, names, predict(rows, params))
@@ -194,7 +208,10 @@ def fit(rows: Sequence[Mapping[str, Any]], at_start: np.ndarray | None = None) -
         if iteration in FRESH:
             J = jacobian(rows, params, names, base)
         offset = np.log([params[k] / START[k] for k in names])
-        d = np.clip(solve(J, np.log(base / measured), w, offset, ridge), -0.35, 0.35)
+        errors = kernel_errors(params)
+        of_kernels = [kernel_errors({**params, name: params[name] * 1.03}) - errors for name in names]
+        both = np.vstack([J, np.stack(of_kernels, axis=1) / np.log(1.03)])
+        d = np.clip(solve(both, np.concatenate([np.log(base / measured), errors]), w, offset, ridge), -0.35, 0.35)
         params = bounded({k: params[k] * float(np.exp(x)) for k, x in zip(names, d, strict=True)})
     return params
 
@@ -245,7 +262,8 @@ def write(params: Params) -> None:
         "Fitted by benchmarks/fit_cost_model.py (mi300x and cpu: by hand, from vendors' and own measurements)."
     )
     for name, curve in curves_of(params).items():
-        data["curves"][name] = {k: float(f"{v:.4g}") for k, v in asdict(curve).items()}
+        said, usual = asdict(curve), asdict(EfficiencyCurve())
+        data["curves"][name] = {k: float(f"{v:.4g}") for k, v in said.items() if k not in SELDOM or v != usual[k]}
     CURVES.write_text(json.dumps(data, indent=1) + "\n")
     data = json.loads(CONSTANTS.read_text())
     data["constants"] = {name: float(f"{params[name]:.4g}") for name in FITTED}

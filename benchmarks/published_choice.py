@@ -18,7 +18,8 @@ import torch
 
 import autopar
 from autopar.costmodel.estimator.rows import row_workload
-from autopar.costmodel.estimator.workload import LOW_PRECISIONS, Workload
+from autopar.costmodel.estimator.workload import Workload
+from autopar.costmodel.software import LOW_PRECISIONS
 from autopar.errors import InfeasibleError
 from benchmarks.published_compiled import forced_options, inexpressible
 from benchmarks.published_models import Transformer

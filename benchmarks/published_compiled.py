@@ -22,7 +22,7 @@ from autopar.costmodel.estimator.rows import row_workload
 from autopar.costmodel.estimator.schedules import schedule_name
 from autopar.costmodel.estimator.step import estimate_workload
 from autopar.costmodel.estimator.workload import Workload, not_emitted
-from autopar.costmodel.software import Software
+from autopar.costmodel.software import LOW_PRECISIONS, Software
 from autopar.errors import AutoparError
 from autopar.exchange.layout import Layout
 from autopar.exchange.to_options import differences, options_of
@@ -32,7 +32,8 @@ from benchmarks.published_models import Transformer
 from benchmarks.published_order import Timed, order_in_series, ordered_otherwise, report_order
 from benchmarks.published_rows import Row, measured_step_s
 
-PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": ""}
+PRECISIONS = {"float32": "", "float16": "fp16"} | dict.fromkeys(("bfloat16", *LOW_PRECISIONS), "bf16")
+"""The precision that a row's model is compiled in; products in fewer bits are priced so, and no program has any."""
 SCHEDULES = {"zb-1p": "zb-h1", "zb-2p": "zb-auto"}
 """The schedules nearest to those that the zero-bubble paper searched for in the memory of 1F1B, and in twice as much."""
 

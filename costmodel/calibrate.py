@@ -28,6 +28,7 @@ from autopar.cluster.here import base_device
 from autopar.costmodel.by_node import FLAT
 from autopar.costmodel.calibrate_lateness import late_share, of_ranks, of_slowest
 from autopar.costmodel.calibrate_links import Progress, Sample, fit_links, measure_collectives
+from autopar.costmodel.flash import flash_kernel
 from autopar.costmodel.host_kernels import Measured, fit_kernels, measure_kernels, middle
 from autopar.runtime.comm.backends import Backend, backend_of, present_backend
 from autopar.runtime.comm.hierarchical import KINDS
@@ -134,23 +135,25 @@ def fit_device(samples: Sequence[Sample], base: DeviceSpec) -> tuple[dict[str, A
     residuals: dict[str, float] = {}
     curve: dict[str, float] = {}
     peaks: dict[str, float] = {}
+    lengths: dict[str, float] = {}
     for dtype in sorted({s.dtype for s in samples if s.kind == "matmul"}):
         rate, d, residual = fit_matmul([s for s in samples if s.kind == "matmul" and s.dtype == dtype], wait)
         residuals[f"matmul {dtype}"] = residual
-        peaks[dtype] = rate
-        curve["half_dim"] = d
+        peaks[dtype], lengths[dtype] = rate, d
     if base.kind == "cpu":
         profile["peak_flops"] = peaks
-        curve["matmul"] = 1.0
+        curve["matmul"], curve["half_dim"] = 1.0, lengths[max(lengths)]
     else:
         half = "bfloat16" if "bfloat16" in peaks else next(iter(peaks))
-        curve["matmul"] = min(1.0, peaks[half] / base.peak(half))
+        curve["matmul"], curve["half_dim"] = min(1.0, peaks[half] / base.peak(half)), lengths[half]
     attention = [s for s in samples if s.kind == "attention"]
     shares = []
     for s in attention:
         heads, seq, head = s.shape
         peak = peaks.get(s.dtype, 0.0) if base.kind == "cpu" else base.peak(s.dtype)
-        shape = (1 + 256 / seq) * (1 + 32 / head)
+        # Causal attention, forward, by the kernels that torch calls.
+        kernel = flash_kernel(base, eager=True, backward=False)
+        shape = (1 + (kernel.half_seq + kernel.tile) / seq) / kernel.of_head(head)
         shares.append(2 * heads * seq * seq * head * shape / max(s.seconds - wait, 1e-9) / peak)
     curve["attention"] = curve["attention_eager"] = min(1.0, float(np.median(shares)))
     residuals["attention"] = float(np.median(np.abs(np.array(shares) / np.median(shares) - 1)))

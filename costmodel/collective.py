@@ -229,15 +229,16 @@ def _on_shape_s(shape: Shape, kind: str, nbytes: float, concurrent: int) -> floa
     return slowest + latency
 
 
-def dispatch_time_s(shape: Shape, nbytes: float, choices: int, ranks: int) -> float:
-    """Seconds to send every token of a rank to the ranks of its choices (or back), once to each group of a level that has any.
+def dispatch_time_s(shape: Shape, nbytes: float, choices: int, ranks: int, once: bool = True) -> float:
+    """Seconds to send every token of a rank to the ranks of its choices (or back), once to each group of a level that has any, or
+    for every choice.
 
     nbytes: of a rank's tokens. Of the groups that a token visits of G, (G - 1)/G are across the level.
     """
     slowest, latency, inner = 0.0, 0.0, 1
     for fan, level, touched in shape:
         groups = ranks // inner
-        elsewhere = visits(groups, choices) * (groups - 1) / groups
+        elsewhere = (visits(groups, choices) if once else choices) * (groups - 1) / groups
         across = 1.0 if inner > 1 else (fan - 1) / fan * groups / max(1, groups - 1)
         slowest = max(slowest, nbytes * elsewhere * across / level.rate_Bps(touched))
         latency += level.base_s + min(fan - 1, 16) * level.latency_s

@@ -3,8 +3,8 @@
     T = launch + max(flops / (peak * share), nbytes / (memory bandwidth * share_memory))
 
 The share of a matrix product m x n x k is `e / ((1 + d/m) (1 + d/n) (1 + d/k))`: e for large products, and small,
-narrow or thin ones lose it smoothly (d is the length at which one dim halves it). Attention loses by sequence length
-and head width in the same way.
+narrow or thin ones lose it smoothly (d is the length at which one dim halves it). What attention reaches by length and
+width of head stands in `costmodel/flash.py`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,30 @@ from typing import Any, NamedTuple
 
 from autopar.cluster.device import DeviceSpec, dtype_bytes, dtype_name
 from autopar.cluster.kernels import COPY, FILL
+from autopar.costmodel.flash import attention_share
 from autopar.errors import ClusterError
 
-OP_KINDS = ("matmul", "attention", "conv", "pointwise")
-
-ATTENTION_HALF_SEQ = 256.0
-ATTENTION_HALF_HEAD = 32.0
+ATTENTION = ("attention", "attention_grad")
+OP_KINDS = ("matmul", *ATTENTION, "conv", "pointwise")
 
 
-def matmul_share(device: DeviceSpec, m: float, n: float, k: float, dtype: str = "bfloat16") -> float:
-    """Share of the peak that an (m, n, k) product reaches."""
+def matmul_share(
+    device: DeviceSpec, m: float, n: float, k: float, dtype: str = "bfloat16", grouped: bool = False
+) -> float:
+    """Share of the peak that an (m, n, k) product reaches. grouped: it is one of several in a kernel, which have m rows each."""
     curve = device.curve
-    d = curve.half_dim
+    d = half_dim(device, dtype)
     peak_share = curve.matmul8 if dtype in ("float8", "mxfp8") else curve.matmul4 if dtype == "float4" else curve.matmul
-    return peak_share / ((1 + d / m) * (1 + d / n) * (1 + d / k))
+    of_rows = curve.grouped_half * d / curve.half_dim if grouped and curve.grouped_half else d
+    return peak_share / ((1 + of_rows / m) * (1 + d / n) * (1 + d / k))
+
+
+def half_dim(device: DeviceSpec, dtype: str) -> float:
+    """The length of a product's dim that reaches half of the rate: on a GPU it goes with the peak, as what a kernel begins and
+    ends with takes as long in any precision."""
+    name = "float8" if dtype == "mxfp8" else dtype
+    known = device.kind == "gpu" and device.supports("float16") and device.supports(name)
+    return device.curve.half_dim * (device.peak(name) / device.peak("float16") if known else 1.0)
 
 
 def aligned_share(device: DeviceSpec, dtype: str, rows: Iterable[int]) -> float:
@@ -40,20 +50,17 @@ def aligned_share(device: DeviceSpec, dtype: str, rows: Iterable[int]) -> float:
     return 1.0 if common == 8 else device.curve.odd if common == 1 else device.curve.even
 
 
-def matmul_time_s(device: DeviceSpec, m: float, n: float, k: float, dtype: str, launch: bool = False) -> float:
-    """Seconds of one product of (m, k) by (k, n); `launch` adds the launch overhead. mxfp8 runs at float8's peak."""
+def matmul_time_s(
+    device: DeviceSpec, m: float, n: float, k: float, dtype: str, launch: bool = False, grouped: bool = False
+) -> float:
+    """Seconds of one product of (m, k) by (k, n); `launch` adds the launch overhead; grouped: it is one of several in a kernel.
+    mxfp8 runs at float8's peak."""
     m, n, k = max(1.0, m), max(1.0, n), max(1.0, k)
     name = "float8" if dtype == "mxfp8" else dtype
     width = dtype_bytes(name)
-    compute = 2 * m * n * k / (device.peak(name) * matmul_share(device, m, n, k, dtype))
+    compute = 2 * m * n * k / (device.peak(name) * matmul_share(device, m, n, k, dtype, grouped))
     memory = (width * (m * k + k * n) + max(2.0, width) * m * n) / (device.memory_bandwidth_Bps * device.curve.memory)
     return max(compute, memory) + (device.launch_overhead_s if launch else 0.0)
-
-
-def attention_share(device: DeviceSpec, seq: float, head: float, eager: bool = False) -> float:
-    """Share of the peak that flash attention reaches; `eager`: kernels of the generation before the device's own."""
-    share = device.curve.attention_eager if eager else device.curve.attention
-    return share / ((1 + ATTENTION_HALF_SEQ / seq) * (1 + ATTENTION_HALF_HEAD / head))
 
 
 class KernelSeconds(NamedTuple):
@@ -82,13 +89,15 @@ def kernel_seconds(
     shape: tuple[int, ...] | None = None,
     eager: bool = False,
     op: str = "",
+    grouped: bool = False,
     reached: float = 1.0,
     moved_bytes: float = 0.0,
 ) -> KernelSeconds:
     """Seconds of one kernel. eager: attention by kernels of the generation before the device's own. op: its name, by which a
-    calibrated device knows it. reached: share of a plain product's rate. moved_bytes: of passes over memory before and after it.
+    calibrated device knows it. grouped: a product of several groups of rows. reached: share of a plain kernel's rate.
+    moved_bytes: of passes over memory before and after it.
 
-    kind: matmul (shape (m, n, k), or (batch, m, n, k)), attention (shape (seq, head width)), conv or pointwise.
+    kind: matmul (shape (m, n, k), or (batch, m, n, k)), attention or attention_grad (shape (seq, head width)), conv or pointwise.
     Raises ClusterError for an unknown kind, and for a dtype the device has no arithmetic for (pointwise excepted).
     """
     curve = device.curve
@@ -104,9 +113,10 @@ def kernel_seconds(
     name = dtype_name(dtype)
     if kind == "matmul":
         m, n, k = shape[-3:] if shape else (1 << 20, 1 << 20, 1 << 20)
-        share = matmul_share(device, max(1, m), max(1, n), max(1, k), name)
-    elif kind == "attention":
-        share = attention_share(device, shape[-2], shape[-1], eager) if shape else curve.attention
+        share = matmul_share(device, max(1, m), max(1, n), max(1, k), name, grouped)
+    elif kind in ATTENTION:
+        seq, head = shape[-2:] if shape else (1 << 20, 128)
+        share = attention_share(device, seq, head, dtype=name, eager=eager, backward=kind != "attention")
     else:
         share = curve.conv
     moved_s = moved_bytes / (device.memory_bandwidth_Bps * curve.memory)

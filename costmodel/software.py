@@ -14,6 +14,10 @@ from functools import cache
 from autopar.cluster import ClusterSpec
 from autopar.cluster.device import DeviceSpec, curve_named, dtype_name, load_data
 
+LOW_PRECISIONS = ("float8", "mxfp8", "float4")
+"""Precisions below 16 bits, in which a layer's products of weights are; mxfp8 has float8's arithmetic."""
+CAST_BYTES = 4
+"""Bytes of a pass that casts an element to 8 or 4 bits."""
 LAYER_LAUNCHES = 67
 """Kernels of forward and backward of a Llama layer whose ops are launched one by one (26 and 41)."""
 LAUNCH_HOST = 1.58
@@ -21,6 +25,12 @@ ONCE_LAUNCHES = 266
 """Host seconds of a kernel's line in an emitted program, with its views, in those of launching a kernel; and of what comes once a
 step, in those of lines. Both are fitted to 12 steps of small programs on an H100, each beside the launches of its moment: the
 median error is 14 %, and steps with dropout take up to 1.7 times as long (docs/measurements.md, On one H100)."""
+PERMUTED_AS_SENT = 2 / 6
+"""Routed tokens are passed over six times (written in the order of ranks, there read and written in that of experts, and as often
+on the way back), twice where they are permuted as they are sent."""
+TORCH_RING_BYTES = (38.0, 30.0)
+"""Bytes of passes, forward and backward, by which torch's ring of attention adds up every further block of keys, per element of
+queries: results in 32 bits (cast 6, difference 12, product 8, difference 12), gradients of queries, keys and values (10 each)."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +40,11 @@ class StepConstants:
     fused_passes, eager_passes: memory passes of a layer relative to the least possible, for fused kernels (Transformer
     Engine, compiled) and for kernel-by-kernel execution. fp8_cast, mx_cast: passes to quantise inputs (per tensor; per
     block of 32). grouped_share: share of a plain product's efficiency that grouped expert products reach.
-    permute_passes: passes over routed tokens. *_host_s: seconds the host needs to launch one layer, forward and
-    backward; expert_host_s adds to it per local expert. once_host_s: seconds of the host for what comes once a step, of which
-    the update is the most; a device that is busy longer hides them. *_exposed: share of communication that overlap does not hide.
-    jitter: relative loss per doubling of nodes. step_overhead_s: per step, whatever the plan.
+    permute_passes: passes over routed tokens. biased_attention: share of torch's attention that kernels reach which add a
+    bias. *_host_s: seconds the host needs to launch one layer, forward and backward; expert_host_s adds to it per local expert.
+    once_host_s: seconds of the host for what comes once a step, of which the update is the most; a device that is busy longer
+    hides them. *_exposed: share of communication that overlap does not hide. jitter: relative loss per doubling of nodes.
+    step_overhead_s: per step, whatever the plan.
     """
 
     fused_passes: float = 1.0
@@ -42,6 +53,7 @@ class StepConstants:
     mx_cast: float = 1.5
     grouped_share: float = 0.8
     permute_passes: float = 4.0
+    biased_attention: float = 1.0
     dense_host_s: float = 6e-4
     moe_host_s: float = 3e-3
     expert_host_s: float = 3e-4
@@ -69,7 +81,15 @@ class Software:
 
     precision of the products: float16, bfloat16, float8, mxfp8 (block-scaled), float4, float32. kernels: "fused"
     (Transformer Engine, compiled), "eager" (a framework's own), or "apart": every op reads and writes memory by itself.
+    attention, by whose kernels: "own" (written for the device's generation), "torch" (for the one before, over cp in torch's
+    ring), "biased" (that add a bias to scores, as ALiBi's); "": the device's own where kernels are fused, else torch's.
+    attention_8: whether attention's products are in 8 bits where a layer's others are in 8 or 4.
     overlap_tp: whether the all-gathers and reduce-scatters of sequence parallelism overlap with their products.
+    dispatch, how tokens travel to their experts: "once" to every place that has any of them, permuted as they are sent (DeepEP,
+    HybridEP), or "each" time that they chose one, by collectives before and after passes that permute rows, behind nothing.
+    overlap_ep: whether these messages of one microbatch travel while another one computes.
+    graphs: what the host launches at once, as a graph: "layers" (attention and routers; kernels of experts one by one), "step"
+    (all of it), "" (nothing).
     grad_bytes, reduce_bytes: of one gradient in memory and on the wire. moment_bytes: of one of Adam's two moments.
     copy_bytes: of one element of the copies of parameters that products read; they are made once a step, and sent when parameters
     are updated. The lines of a program say their own gradients in memory; None: they also say what is on the wire, and cast
@@ -87,7 +107,12 @@ class Software:
 
     precision: str = "bfloat16"
     kernels: str = "fused"
+    attention: str = ""
+    attention_8: bool = False
     overlap_tp: bool = True
+    dispatch: str = "once"
+    overlap_ep: bool = False
+    graphs: str = ""
     grad_bytes: float = 4.0
     reduce_bytes: float | None = 2.0
     moment_bytes: float = 4.0
@@ -111,14 +136,56 @@ class Software:
         return self.copy_bytes is None
 
     @property
+    def eager_attention(self) -> bool:
+        """Whether attention is by kernels of the generation before the device's own."""
+        return self.attention != "own" if self.attention else self.kernels != "fused"
+
+    @property
+    def low_dtype(self) -> str:
+        """The dtype of a layer's products of weights where it has less than 16 bits; else empty."""
+        return {"mxfp8": "float8"}.get(self.precision, self.precision) if self.precision in LOW_PRECISIONS else ""
+
+    @property
+    def cast_passes(self) -> float:
+        """Passes, of `CAST_BYTES` an element, over what such a product reads: rows forward, their gradients backward."""
+        c = self.constants
+        return 0.0 if not self.low_dtype else c.fp8_cast if self.precision == "float8" else c.mx_cast
+
+    @property
+    def attention_dtype(self) -> str:
+        """The dtype of attention's products where it has less than 16 bits; else empty."""
+        return "float8" if self.attention_8 and self.low_dtype else ""
+
+    @property
+    def repeats_keys(self) -> bool:
+        """Whether context parallelism is torch's: keys and values are repeated for all heads of queries before they travel, their
+        gradients in 32 bits, nothing hides these messages, and passes add up what blocks of keys give."""
+        return self.attention == "torch"
+
+    @property
+    def attention_share(self) -> float:
+        """Share of the rate of attention's kernels that is left by what they do beside it."""
+        return self.constants.biased_attention if self.attention == "biased" else 1.0
+
+    @property
     def launch_host_s(self) -> float:
         """Seconds of the host per kernel of a program, as many as a dense layer has in `LAYER_LAUNCHES`."""
-        return self.constants.dense_host_s / LAYER_LAUNCHES
+        return self.layer_host_s / LAYER_LAUNCHES
 
-    def mixture_host_s(self, experts: int) -> float:
+    @property
+    def layer_host_s(self) -> float:
+        """Seconds of the host for a dense layer, forward and backward."""
+        return 0.0 if self.graphs else self.constants.dense_host_s
+
+    def mixture_host_s(self, experts: float) -> float:
         """Seconds of the host for a mixture of so many experts on a rank, forward and backward, beyond a dense layer's."""
         c = self.constants
-        return c.moe_host_s - c.dense_host_s + c.expert_host_s * experts
+        return 0.0 if self.graphs == "step" else c.moe_host_s - c.dense_host_s + c.expert_host_s * experts
+
+    @property
+    def routed_passes(self) -> float:
+        """Passes over routed tokens beside those of their products."""
+        return self.constants.permute_passes * (1.0 if self.dispatch == "each" else PERMUTED_AS_SENT)
 
     @property
     def reduce_share(self) -> float:
@@ -139,6 +206,8 @@ class Software:
         """Share of a message that is not hidden. overlap: the constant that says it; "": nothing hides the message."""
         if not overlap or (overlap == "tp_exposed" and not self.overlap_tp):
             return 1.0
+        if overlap == "ep_exposed" and (self.overlap_ep or self.dispatch == "each"):
+            return 0.0 if self.overlap_ep else 1.0
         return float(getattr(self.constants, overlap))
 
 
@@ -183,6 +252,8 @@ def emitted_on(cluster: ClusterSpec) -> Software:
     fitted = default_constants()
     constants = launched_in(fitted, fitted.dense_host_s / LAYER_LAUNCHES)
     constants = replace(constants, ep_exposed=1.0, cp_exposed=1.0, expert_host_s=0.0, step_overhead_s=0.0)
+    if all(device.curve.grouped_half for _, device in cluster.devices):
+        constants = replace(constants, grouped_share=1.0)
     return replace(NEUTRAL, late_gather=True, constants=constants)
 
 

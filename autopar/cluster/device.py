@@ -86,10 +86,12 @@ def _known_dtype(name: str) -> str:
 class EfficiencyCurve:
     """Share of the peak that an operation reaches.
 
-    matmul (16 and 32 bits), matmul8, matmul4, attention, conv: the asymptotic share for large shapes; attention_eager:
-    with kernels written for the generation before; memory: the share of the memory bandwidth; half_dim: a matrix dim
-    of this length reaches half of the asymptote; even, odd: the share of that rate that a product in 16 bits keeps where rows
-    of an operand or of its result are no multiple of 16 bytes, as their number of elements is even or odd.
+    matmul (16 and 32 bits), matmul8, matmul4, conv: the asymptotic share for large shapes; attention: that of forward with heads
+    of 128, attention_eager: with kernels written for the generation before; memory: the share of the memory bandwidth; half_dim:
+    a matrix dim of this length reaches half of the asymptote in 16 bits; grouped_half: so do so many rows each where a kernel
+    makes the products of several groups of rows (0: as many as of another dim); even, odd: the share
+    of that rate that a product in 16 bits keeps where rows of an operand or of its result are no multiple of 16 bytes, as their
+    number of elements is even or odd.
     """
 
     matmul: Attained = 0.7
@@ -100,6 +102,7 @@ class EfficiencyCurve:
     conv: Attained = 0.5
     memory: Attained = 0.85
     half_dim: Annotated[float, number(0, 1e9)] = 64.0
+    grouped_half: Annotated[float, number(0, 1e9)] = 0.0
     even: Attained = 1.0
     odd: Attained = 1.0
 

@@ -67,9 +67,10 @@ def _attention_labels(call: OpCall) -> tuple[Maker, dict[str, Labels], list[Labe
 def _attention_work(call: OpCall, rule: Rule) -> Gemm:
     q, k, v = (call.operand(name) for name in "qkv")
     b, h, s, d = q.shape
-    products = 2 if call.op == "autopar.attention" else 5
+    forward = call.op == "autopar.attention"
+    products = 2 if forward else 5
     flops = products * b * h * s * k.shape[2] * (d + v.shape[3]) * (0.5 if call["causal"] else 1.0)
-    return flops, "attention", (("t",), ("d",))
+    return flops, "attention" if forward else "attention_grad", (("t",), ("d",))
 
 
 _INSTRUCTIONS = 23

@@ -49,6 +49,7 @@ def _lead(call: OpCall, operand: int = 0) -> str:
     lambda x, w: local.linear(x, w),
     lambda x, w: x.new_empty([*x.shape[:-1], w.shape[0]]),
     work=_gemm,
+    of_weights="rows",
 )
 def linear(call: OpCall) -> Rule:
     """Column parallel: shard o. Row parallel: shard i, the result is a partial sum."""
@@ -61,6 +62,7 @@ def linear(call: OpCall) -> Rule:
     local.linear_dx,
     lambda g, w: g.new_empty([*g.shape[:-1], w.shape[1]]),
     work=_gemm,
+    of_weights="rows",
 )
 def linear_dx(call: OpCall) -> Rule:
     """Contracts the output features."""
@@ -73,6 +75,7 @@ def linear_dx(call: OpCall) -> Rule:
     local.linear_dw,
     lambda g, x: g.new_empty([g.shape[-1], x.shape[-1]]),
     work=_gemm,
+    of_weights="cast",
     fresh=True,
 )
 def linear_dw(call: OpCall) -> Rule:

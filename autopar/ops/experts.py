@@ -88,11 +88,12 @@ def _work(call: OpCall, rule: Rule) -> Gemm:
 
 def _dims(call: OpCall, parts: Mapping[str, int], share: int) -> tuple[int, ...]:
     """Rows of one expert, inner dim and width: every expert's rows are a product of their own. An axis that carries
-    brings an expert the rows of all its ranks; one that shards tokens alone leaves it a share of them."""
-    experts, d, _, f = call.operand("w_in").shape
+    brings an expert the rows of all its ranks; one that shards tokens alone leaves it a share of them. The first product is as
+    wide as all halves of the inner dim, the second as deep as one: the mean of both, each as often as its work is."""
+    experts, d, halves, f = call.operand("w_in").shape
     of_experts, of_inner = _cut(parts)
     of_tokens = share / (of_experts * of_inner)
-    return max(int(_pairs(call) / (experts * of_tokens)), 1), int(f / of_inner), d
+    return max(int(_pairs(call) / (experts * of_tokens)), 1), int((halves + 1) / 2 * f / of_inner), d
 
 
 def _cut(parts: Mapping[str, int]) -> tuple[int, int]:
@@ -113,8 +114,10 @@ def _grouped(call: OpCall, parts: Mapping[str, int], share: int) -> Grouped:
     row_bytes, inner_bytes = rows * width * d, rows * width * (halves + 1) * f / of_inner
     if call.op.startswith("autopar.experts_grad"):
         again = _products(call)[0] / _work(call, Rule((), (), {}))[0]
-        return Grouped(*of, 1.5 * row_bytes, 10 if carries else 6, 1.5 * inner_bytes, again, padding)
-    return Grouped(*of, row_bytes, 11 if carries else 7, inner_bytes, padding=padding)
+        cast = rows * (d + halves * f / of_inner)
+        return Grouped(*of, 1.5 * row_bytes, 10 if carries else 6, 1.5 * inner_bytes, again, padding, cast)
+    cast = rows * (d + f / of_inner)
+    return Grouped(*of, row_bytes, 11 if carries else 7, inner_bytes, padding=padding, cast=cast)
 
 
 def _block(block: Block) -> dict[str, Any]:
@@ -225,6 +228,7 @@ def _grad_sends(sending: Sending) -> list[Sent]:
 
 _FACTS: dict[str, Any] = {
     "work": _work,
+    "of_weights": "cast",
     "dims": _dims,
     "grouped": _grouped,
     "localize": _block,

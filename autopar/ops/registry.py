@@ -170,7 +170,7 @@ class Grouped:
     operand: the number of the one that they are copied from, choices: how often each of its rows is. groups: how many there are.
     row_bytes: of rows that are moved; passes: over them, in emitted programs. inner_bytes: read and written between products, at
     least. again: share of the op's work that makes again what could have been kept. padding: rows over those that there are,
-    where the host does not know how many.
+    where the host does not know how many. cast: elements that software in 8 or 4 bits casts before its products.
     """
 
     operand: int
@@ -181,6 +181,7 @@ class Grouped:
     inner_bytes: float
     again: float = 0.0
     padding: float = 1.0
+    cast: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -253,6 +254,8 @@ class OpDef:
     Mixed precision:
         precision: what it computes in. None: "follow" if torch tags it pointwise, else "keep".
         low_operands: how many of its leading floating operands the class "low" casts (None: all; -1: all but the last).
+        of_weights: it is among a layer's products with weights, which software in 8 or 4 bits computes in these: it casts "rows",
+            its first operand, where no other op did before; or what it reads is "cast" already, or counted as `Grouped.cast`.
         view: a cast of its result may as well be a cast of its operand.
     The canonical form of a captured graph:
         canonical: it is a "copy", a "regroup" (of dims, so `reshape`) or a "cast", whatever its name.
@@ -305,6 +308,7 @@ class OpDef:
     result_names: tuple[str, ...] = ()
     precision: Precision | None = None
     low_operands: int | None = None
+    of_weights: Literal["", "rows", "cast"] = ""
     view: bool = False
     canonical: Literal["copy", "regroup", "cast"] | None = None
     reorder: Callable[[tuple[Any, ...], int], list[int]] | None = field(default=None, compare=False)

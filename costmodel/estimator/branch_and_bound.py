@@ -205,7 +205,7 @@ class BranchAndBound:
     def pipelined(self, part: Part) -> Iterator[tuple[float, Part]]:
         """Chooses schedule and chunks: the fullest group's work, and what must pass before and after it."""
         (_, pp) = part.cuts[0]
-        m, layers = self.workload(part).microbatches, self.model.layers
+        m = self.workload(part).microbatches
         if self.leanest(part, least_layers(self.model, pp, self.space.max_chunks)) > self.room:
             self.short += 1
             return
@@ -213,7 +213,7 @@ class BranchAndBound:
         forward = min(kind.F for kind in self.read_layers(part).kinds)
         for name, vpp in pipelines(self.model, pp, m, self.space):
             self.opened += 1
-            chunks = chunk_layers(layers, pp, vpp or 1)
+            chunks = chunk_layers(self.model.layers, pp, vpp or 1, self.model.mtp_layers)
             most = max(map(sum, chunks))
             fill = 0.5 * (pp - 1) * min(map(min, chunks)) * forward if ESTIMATED[name].fills else 0.0
             yield self.step_s(m * max(most * one, whole / pp) + fill), part._replace(schedule=name, vpp=vpp)
@@ -255,7 +255,7 @@ class BranchAndBound:
 
     def chunks(self, part: Part) -> Layers:
         """Layers of every stage's chunks."""
-        return chunk_layers(self.model.layers, part.cuts[0][1], part.vpp or 1)
+        return chunk_layers(self.model.layers, part.cuts[0][1], part.vpp or 1, self.model.mtp_layers)
 
     def leanest(self, part: Part, layers: int) -> float:
         """Bytes of the first stage when as much as may be is sharded over all data-parallel ranks."""
@@ -274,7 +274,7 @@ class BranchAndBound:
 def least_layers(model: TransformerShape, pp: int, chunks: int) -> int:
     """Fewest layers that the first of pp groups can have, whatever the number of chunks."""
     most = max(1, min(chunks, model.most_stages // pp))
-    return min(sum(chunk_layers(model.layers, pp, V)[0]) for V in range(1, most + 1))
+    return min(sum(chunk_layers(model.layers, pp, V, model.mtp_layers)[0]) for V in range(1, most + 1))
 
 
 def span_bound_s(name: str, p: int, m: int, V: int, times: dict[tuple[int, str], float], comm_s: float) -> float:

@@ -5,7 +5,7 @@ matrix products (the same shape penalty holds for the product, its dx and its dw
 activations in memory. With T tokens on a rank, h hidden, q and kv head widths, f ffn, t = tp:
 
     products   T x (q+2kv)/t x h,  T x h x q/t,  T x 2f/t x h (gated),  T x h x f/t
-    attention  2 T keys (q+v)/t forward, 2.5 times that backward (flash)
+    attention  2 T keys (q+v)/t FLOPs forward, 2.5 times that backward (flash)
     passes     the least bytes of norms, residuals, activations and dropout
 
 Communication follows Korthikanti et al.: with sequence parallelism all-gather + reduce-scatter around each block,
@@ -18,8 +18,10 @@ from dataclasses import dataclass, replace
 
 from autopar.costmodel.bill import CallBill, Purpose, Work
 from autopar.costmodel.collective import dispatch_time_s, strided_shape, strided_time_s
-from autopar.costmodel.compute import aligned_share, attention_share, matmul_time_s
-from autopar.costmodel.estimator.workload import LOW_PRECISIONS, Workload
+from autopar.costmodel.compute import aligned_share, matmul_time_s
+from autopar.costmodel.estimator.workload import Workload
+from autopar.costmodel.flash import attention_share, causal_tile
+from autopar.costmodel.software import CAST_BYTES, LOW_PRECISIONS, TORCH_RING_BYTES
 
 
 @dataclass
@@ -96,8 +98,7 @@ def times(passes: Work, factor: float) -> Work:
 
 def host_s(w: Workload, moe: bool) -> float:
     """Seconds that the host needs to launch a layer."""
-    c = w.software.constants
-    host = c.moe_host_s + c.expert_host_s * w.model.experts / w.parallel.ep if moe else c.dense_host_s
+    host = w.software.layer_host_s + (w.software.mixture_host_s(w.model.experts / w.parallel.ep) if moe else 0.0)
     return host * (4 / 3 if w.plan.recompute == "full" else 1)
 
 
@@ -109,23 +110,24 @@ def product(
     precision: str | None = None,
     copies: float = 1.0,
     share: float = 1.0,
+    grouped: bool = False,
 ) -> None:
     """Adds a matrix product's forward, dx and dw, `copies` of it, and the quantisation passes of low precision.
 
-    shape: (m, n, k). share: of a plain product's efficiency that this one reaches where its rows are aligned.
+    shape: (m, n, k). share: of a plain product's efficiency that this one reaches with aligned rows. grouped: the copies are one
+    kernel.
     """
     m, n, k = shape
     dtype = precision or w.precision
     share *= aligned_share(w.device, dtype, (round(n), round(k)))
-    seconds = copies * matmul_time_s(w.device, m, n, k, dtype) / share
+    seconds = copies * matmul_time_s(w.device, m, n, k, dtype, grouped=grouped) / share
     cost.F += seconds
     cost.B += seconds
     cost.W += seconds
     if dtype in LOW_PRECISIONS:
-        passes = w.software.constants.fp8_cast if dtype == "float8" else w.software.constants.mx_cast
-        per_byte = copies * passes / w.memory_Bps
-        cost.F += 4 * m * k * per_byte
-        cost.B += 4 * m * n * per_byte
+        per_byte = copies * w.software.cast_passes / w.memory_Bps
+        cost.F += CAST_BYTES * m * k * per_byte
+        cost.B += CAST_BYTES * m * n * per_byte
 
 
 def side_by_side(w: Workload, *widths: float) -> tuple[float, ...]:
@@ -158,9 +160,15 @@ def attention_core(w: Workload) -> tuple[float, float]:
         return products + 9 * scores, 2 * products + 9 * scores
     keys = m.seq_len if m.window else m.seq_len / 2
     flops = 2 * T * keys * (m.q_width + m.v_width) / t
-    share = attention_share(device, m.seq_len, m.hd, eager=w.eager)
-    forward = flops / (device.peak(w.wide) * share)
-    return forward, 2.5 * forward
+    dtype = w.software.attention_dtype or w.wide
+    seconds = []
+    for products, added in zip((1.0, 2.5), TORCH_RING_BYTES, strict=True):
+        way = {"eager": w.software.eager_attention, "backward": products > 1}
+        skipped = 0.0 if m.window else causal_tile(device, m.seq_len, **way) / m.seq_len
+        share = attention_share(device, m.seq_len, m.hd, dtype=dtype, **way) * w.software.attention_share
+        merged = added * (w.parallel.cp - 1) * T * m.q_width / t if w.software.repeats_keys else 0.0
+        seconds.append(products * flops * (1 + skipped) / (device.peak(dtype) * share) + merged / w.memory_Bps)
+    return seconds[0], seconds[1]
 
 
 def dense_mlp(w: Workload, cost: Seconds, width: float, parts: float) -> None:
@@ -180,9 +188,9 @@ def moe_mlp(w: Workload, cost: Seconds) -> None:
     wide = m.expert_ffn / w.parts.expert
     share = w.software.constants.grouped_share
     before_F = cost.F
-    product(w, cost, (each, up * wide, m.hidden), copies=local, share=share)
+    product(w, cost, (each, up * wide, m.hidden), copies=local, share=share, grouped=True)
     cost.B += 0.0 if w.software.keeps_rows else cost.F - before_F
-    product(w, cost, (each, m.hidden, wide), copies=local, share=share)
+    product(w, cost, (each, m.hidden, wide), copies=local, share=share, grouped=True)
     product(w, cost, (w.tokens / w.sequence_split, m.experts, m.hidden), precision=w.wide)
     if m.shared_experts:
         dense_mlp(w, cost, m.shared_experts * m.expert_ffn, w.mlp_parts(True))
@@ -192,7 +200,7 @@ def memory_passes(w: Workload, moe: bool) -> Work:
     """Passes of norms, residuals, rotary or bias, activation, dropout in forward; backward moves half as much again.
 
     The least bytes per token, in 16 bits: 20 h (two norms, two residual additions), 4 (q + kv) (rotary), 2 (up + 1) f
-    (activation). Routed tokens are moved `permute_passes` times whatever the kernels.
+    (activation). Routed tokens are moved `routed_passes` times whatever the kernels.
     """
     m, p, c = w.model, w.parallel, w.software.constants
     up = 2 if m.gated_mlp else 1
@@ -201,7 +209,7 @@ def memory_passes(w: Workload, moe: bool) -> Work:
     per_token += 4 * (m.q_width + m.kv_width) / w.parts.heads + 2 * (up + 1) * width
     least_s = w.tokens * per_token * w.width / 2 / w.memory_Bps
     apart_s = w.tokens * bytes_op_by_op(w, width) / w.memory_Bps if w.software.is_emitted else c.eager_passes * least_s
-    moved = c.permute_passes * w.width * w.tokens * m.topk * m.hidden / p.tp if moe else 0.0
+    moved = w.software.routed_passes * w.width * w.tokens * m.topk * m.hidden / p.tp if moe else 0.0
     return Work(moved / w.memory_Bps, least_s, apart_s)
 
 
@@ -235,13 +243,16 @@ def communication(w: Workload, moe: bool) -> tuple[Messages, Messages]:
             one = strided_time_s(cluster, "all_reduce", activations, 1, p.tp)
             forward[Purpose("tp")] = backward[Purpose("tp")] = blocks * one
     if p.cp > 1:
-        kv = 2 * w.width * w.tokens * m.kv_width / w.parts.heads * p.cp
+        repeats = w.software.repeats_keys
+        kv = w.width * w.tokens * (m.q_width + m.v_width if repeats else 2 * m.kv_width) / w.parts.heads * p.cp
         one = strided_time_s(cluster, "all_gather", kv, p.tp, p.cp)
-        forward[CP], backward[CP] = one, 2 * one
+        cp = Purpose("cp") if repeats else CP
+        forward[cp], backward[cp] = one, (3 if repeats else 2) * one
     if moe and p.ep > 1:
         stride = p.tp if p.expert_tp > 1 or p.tp == 1 else 1
         shape = strided_shape(cluster.levels, stride, p.ep)
-        one = dispatch_time_s(shape, w.width * (w.tokens / p.tp) * m.hidden, m.topk, p.ep)
+        once = w.software.dispatch == "once"
+        one = dispatch_time_s(shape, w.width * (w.tokens / p.tp) * m.hidden, m.topk, p.ep, once)
         forward[EP], backward[EP] = 2 * one, (2 if w.software.keeps_rows else 3) * one
     return forward, backward
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from autopar.cluster.process import fragmentation, process_bytes
 from autopar.costmodel.estimator.schedules import microbatches_held
-from autopar.costmodel.estimator.workload import LOW_PRECISIONS, Workload
+from autopar.costmodel.estimator.workload import Workload
+from autopar.costmodel.software import LOW_PRECISIONS
 
 
 @dataclass(frozen=True)

@@ -27,14 +27,19 @@ SIMULATED_ACTIONS = 1100
 
 
 @lru_cache(maxsize=4096)
-def chunk_layers(layers: int, p: int, V: int) -> Layers:
+def chunk_layers(layers: int, p: int, V: int, further: int = 0) -> Layers:
     """Layers of each stage's chunks, in model order round-robin over stages.
 
     Embedding and head count as a layer each where that makes the chunks even (and there are several); otherwise chunks
-    differ by at most one layer and the last ones, next to the head, are the smaller.
+    differ by at most one layer and the last ones, next to the head, are the smaller. further: layers that predict further tokens,
+    which stand last: where there are any, chunks are even but for the last, which has what is left beside them.
     """
     chunks = p * V
-    if chunks > 1 and layers % chunks and (layers + 2) % chunks == 0:
+    even = -(-layers // chunks)
+    left = layers - (chunks - 1) * even
+    if further and chunks > 1 and left > 0:
+        counts = [even] * (chunks - 1) + [left]
+    elif chunks > 1 and layers % chunks and (layers + 2) % chunks == 0:
         counts = [(layers + 2) // chunks] * chunks
         counts[0] -= 1
         counts[-1] -= 1

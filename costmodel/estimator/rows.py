@@ -3,7 +3,8 @@
 Defaults: a null network rate is the device family's usual one; a null microbatch is 1; unknown recompute is none;
 unknown ZeRO level is 2 within one node (Alpa's own choice), else 1; attention is "materialised" when the row says so or
 is an fp16 GPT run or a V100 (recipes and devices from before flash attention), else flash; kernels are "fused" when
-compiled (torch.compile, XLA) or on Hopper and later without PyTorch FSDP (Transformer Engine), else "eager". Gradients
+compiled (torch.compile, XLA) or on Hopper and later without PyTorch FSDP (Transformer Engine), else "eager"; attention is torch's
+with torch.compile, and adds a bias where the row says so. Gradients
 take 4 bytes; 2 with DeepSpeed in fp16 and with Alpa, 6 with DeepSpeed in bf16 (a second fp32 copy). They travel in 2,
 with FSDP's DEFAULT mixed precision in 4. Sequence parallelism overlaps its communication from Hopper on, unless the
 row says otherwise. DeepSpeed has 7 GB of buckets; Alpa (V100 rows) reduces after the backward.
@@ -112,6 +113,13 @@ def row_kernels(row: Mapping[str, Any]) -> str:
     return "eager" if parallel.get("fsdp") or gpu.startswith("A100") else "fused"
 
 
+def row_attention(row: Mapping[str, Any]) -> str:
+    """Whose attention kernels run: those that add ALiBi's bias where the row says so, torch's in what torch.compile compiles."""
+    if "ALiBi" in str(row["model"].get("attention")):
+        return "biased"
+    return "torch" if row["parallel"].get("torch_compile") else ""
+
+
 def row_overlap_tp(row: Mapping[str, Any]) -> bool:
     """Said by the row; else yes on Hopper and later (Transformer Engine's user buffers), no for PyTorch FSDP + TP."""
     parallel = row["parallel"]
@@ -119,6 +127,20 @@ def row_overlap_tp(row: Mapping[str, Any]) -> bool:
         if parallel.get(key) is not None:
             return bool(parallel[key])
     return not parallel.get("fsdp") and not str(row["hardware"]["gpu"]).startswith(("A100", "V100"))
+
+
+def row_dispatch(row: Mapping[str, Any]) -> str:
+    """How tokens travel to their experts: as the row says, once with AutoModel, else by Megatron's default, all_to_alls."""
+    said = (row.get("recompute_detail") or {}).get("moe_dispatcher")
+    return "once" if said or "AutoModel" in str(row["parallel"].get("framework")) else "each"
+
+
+def row_graphs(row: Mapping[str, Any]) -> str:
+    """The part of a step that the host launches as a graph, as the row says."""
+    what, parts = (row.get("recompute_detail") or {}).get("cuda_graph") or (None, None)
+    if what in ("full_iteration", "local"):
+        return "step"
+    return "layers" if parts else ""
 
 
 def row_recompute(row: Mapping[str, Any]) -> str:
@@ -153,7 +175,12 @@ def row_software(row: Mapping[str, Any], constants: StepConstants) -> Software:
     return Software(
         precision=_PRECISION.get(dtype, dtype),
         kernels=row_kernels(row),
+        attention=row_attention(row),
+        attention_8=bool((row.get("recompute_detail") or {}).get("fp8_attention")),
         overlap_tp=row_overlap_tp(row),
+        dispatch=row_dispatch(row),
+        overlap_ep=bool((row.get("recompute_detail") or {}).get("moe_a2a_overlap")),
+        graphs=row_graphs(row),
         grad_bytes=2.0 if alpa else (2.0 if dtype == "fp16" else 6.0) if deepspeed else 4.0,
         reduce_bytes=4.0 if row["parallel"].get("fsdp_mixed_precision") == "DEFAULT" else 2.0,
         late_reduction=alpa,

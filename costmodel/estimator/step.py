@@ -86,7 +86,7 @@ def estimate_workload(w: Workload, check: bool = True) -> Estimate:
     plan.check()
     w = w.at(replace(plan, schedule=schedule_name(plan.schedule, plan.parallel.vpp)))
     p, m = w.parallel, w.microbatches
-    layers = chunk_layers(model.layers, p.pp, p.V)
+    layers = chunk_layers(model.layers, p.pp, p.V, model.mtp_layers)
     bills = layer_bills(w)
     bill = workload_bill(w, layers, bills)
     seconds, _ = stage_seconds(bill.stages, w.software)

@@ -16,7 +16,6 @@ from autopar.costmodel.software import Software
 from autopar.errors import ConstraintError
 
 FULL_PRECISIONS = ("float32", "tfloat32", "float64")
-LOW_PRECISIONS = ("float8", "mxfp8", "float4")
 EMITTED_PRECISIONS = ("bfloat16", "float16", "float32")
 RECOMPUTES = ("none", "selective", "mlp", "full")
 OFFLOADS = ("none", "activations", "optimizer")
@@ -145,7 +144,8 @@ def not_emitted(w: Workload) -> str:
     """Why no program is emitted for a plan in this precision; empty where one may be."""
     p = w.parallel
     reasons = {
-        f"{w.precision}: Options.precision is bf16 or fp16": w.precision not in EMITTED_PRECISIONS,
+        f"{w.precision}: Options.precision is bf16 or fp16": w.software.is_emitted
+        and w.precision not in EMITTED_PRECISIONS,
         f"experts apart over ep={p.ep} of dp={p.dp}: rows travel along one axis, which is a part of dp": p.dp % p.ep
         > 0,
         "ZeRO over a part of the ranks that take the batch": p.shard_group not in (None, p.dp),

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from autopar.costmodel.bill import NOTHING, CallBill, ParameterTraffic, Purpose, StageBill, Work, call_seconds
+from autopar.costmodel.software import CAST_BYTES, Software
 from autopar.ir.lines import Compute, Convert, Function, GoOn, Join, Line, Start, Wait
 from autopar.ir.lowered import LoweredStage, LoweredTemplate, StoredParameter
 from autopar.ir.program import Template
@@ -33,6 +34,7 @@ from autopar.passes.price.lines import (
 from autopar.passes.price.link_clock import LinkClock, joined_s, op_seconds, run_line, strategy_of
 from autopar.passes.price.parameter_clock import shown_parameters
 from autopar.passes.price.pricer import Pricer
+from autopar.passes.price.side_by_side import SideBySide, side_by_side
 from autopar.passes.rules.book import RuleBook
 from autopar.plan import TemplatePlan
 
@@ -44,7 +46,9 @@ def template_bill(
 
     def make() -> CallBill:
         functions = (lowered.forward, lowered.backward, lowered.weights)
-        F, B, W = (_function_work(function, plan, template, pricer, rules) for function in functions)
+        forward = lowered.forward
+        beside = side_by_side(forward, {} if forward is None else forward.local_bytes(pricer.mesh), pricer)
+        F, B, W = (_function_work(function, plan, template, pricer, rules, beside) for function in functions)
         return CallBill(F, B, W, _host_s(pricer, F, B, W))
 
     return pricer.memo.get((template_bill, lowered, pricer), make)
@@ -62,15 +66,20 @@ def _host_s(pricer: Pricer, *works: Work) -> float:
 
 
 def _function_work(
-    function: Function | None, plan: TemplatePlan, template: Template, pricer: Pricer, rules: RuleBook
+    function: Function | None,
+    plan: TemplatePlan,
+    template: Template,
+    pricer: Pricer,
+    rules: RuleBook,
+    beside: SideBySide,
 ) -> Work:
-    """The ops of a template's function on their blocks, and its conversions."""
+    """The ops of a template's function on their blocks, and its conversions. beside: products that are parts of wider ones."""
     if function is None:
         return NOTHING
     held = function.local_bytes(pricer.mesh)
     launch_s = pricer.device.launch_overhead_s
     computed_s = apart_s = host_s = 0.0
-    launches = 0
+    launches, cast = 0, set[str]()
     op_s, clock = op_seconds(plan, template, pricer, rules), LinkClock(pricer.least_exposed)
     for line in function.lines:
         begun = line.line if isinstance(line, Start) else line
@@ -87,8 +96,9 @@ def _function_work(
                 host_s += pricer.software.mixture_host_s(grouped.groups) / 2 if grouped is not None else 0.0
                 if kernel is not None:
                     launches += 1
-                    computed_s += 0.0 if kernel else op_s(begun) - launch_s
+                    computed_s += 0.0 if kernel else (op_s(begun) - launch_s) * beside.share(begun, held)
                     apart_s += op_s(begun) if kernel else launch_s
+                computed_s += pricer.copy_s * cast_bytes(begun, held, cast, pricer.software)
                 if grouped is not None and line is begun and pricer.software.keeps_rows:
                     clock.compute(op_s(begun))
                     for message in dispatches(call, rule, strategy, grouped, prices.mesh):
@@ -97,6 +107,19 @@ def _function_work(
         run_line(clock, line, held, pricer, op_s)
     fused_s = fused_bytes(function, held, passes_over_memory) * pricer.copy_s
     return Work(computed_s, fused_s, apart_s, launches, clock.exposed, clock.hidden_s, host_s)
+
+
+def cast_bytes(line: Compute, held: Mapping[str, float], cast: set[str], software: Software) -> float:
+    """Bytes by which a software in 8 or 4 bits casts what a product of weights reads, which is in 16. cast: values that were cast
+    before in the function; what the line reads is added."""
+    definition = find(line.op)
+    if not software.low_dtype or definition is None or definition.of_weights != "rows":
+        return 0.0
+    rows = next(iter(line.reads()))
+    if rows in cast:
+        return 0.0
+    cast.add(rows)
+    return CAST_BYTES * software.cast_passes * held.get(rows, 0.0) / 2
 
 
 def passes_over_memory(line: Line) -> bool | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.costmodel.software import Software
+from autopar.costmodel.software import CAST_BYTES, Software
 from autopar.ir.visits import visits
 from autopar.ops.registry import Grouped
 from autopar.runtime.comm.devices import CPU, Device
@@ -24,9 +24,10 @@ def moved_bytes(grouped: Grouped | None, software: Software, along: Sequence[int
     if grouped is None:
         return 0.0
     c = software.constants
-    passes = c.permute_passes if software.keeps_rows else grouped.passes
+    passes = software.routed_passes if software.keeps_rows else grouped.passes
     if len(along) > 1 and not software.keeps_rows:
         passes += LEG_PASSES * visits(along[0], grouped.choices) / grouped.choices
     inner = c.fused_passes if software.kernels == "fused" else c.eager_passes
+    cast_bytes = CAST_BYTES * software.cast_passes * grouped.cast
     padding = 1.0 if device == CPU or software.keeps_rows else grouped.padding
-    return padding * (passes * grouped.row_bytes + inner * grouped.inner_bytes)
+    return cast_bytes + padding * (passes * grouped.row_bytes + inner * grouped.inner_bytes)

@@ -13,6 +13,7 @@ import torch
 
 from autopar.cluster.device import DeviceSpec
 from autopar.costmodel import compute
+from autopar.costmodel.flash import causal_tile
 from autopar.costmodel.software import Software
 from autopar.ir.call import OpCall
 from autopar.ir.mesh import Mesh
@@ -66,7 +67,11 @@ class OpSeconds:
     @property
     def at_peak(self) -> float:
         """A lower bound on device-seconds however the op is sharded: its products at peak, launches left out."""
-        return 0.0 if self._facts.free or self._facts.work is None else self._work[0] / self.device.peak(self._dtype)
+        return (
+            0.0
+            if self._facts.free or self._facts.work is None
+            else self._work[0] / self.device.peak(self._computed_in(self._work[1]))
+        )
 
     def grouped(self, parts: Parts, strategy: Strategy) -> Grouped | None:
         """The rows that it computes in groups on a rank, where it does."""
@@ -103,25 +108,42 @@ class OpSeconds:
             filled_s, moved[-1] = compute.filling_time_s(device, moved[-1], moved[0])
         grouped = self.grouped(parts, strategy)
         along = [self.mesh.sizes[axis] for axis, _ in carried_choices(strategy, self.mesh)] if grouped else []
-        tile = device.kernels.causal_tile if device.kernels is not None else 0.0
-        imbalance = facts.imbalance(call, parts, tile) if facts.imbalance else 1.0
+        shape = facts.dims(call, parts, share) if facts.dims else _product(groups, self.rule, parts)
+        tile = 0.0
+        if kind in compute.ATTENTION and shape:
+            tile = causal_tile(device, shape[0], eager=software.eager_attention, backward=kind != "attention")
+        imbalance, drawing = (facts.imbalance(call, parts, t) if facts.imbalance else 1.0 for t in (tile, 0.0))
         merged = facts.merged(call, parts, device.runs_as) if facts.merged else None
         merging_s = compute.merging_time_s(device, call.op, **vars(merged)) if merged is not None else 0.0
         drawn = facts.drawn(call, device.runs_as) if facts.drawn else None
-        drawn_s = 0.0 if drawn is None else compute.drawing_time_s(device, drawn.instructions * imbalance / share)
+        drawn_s = 0.0 if drawn is None else compute.drawing_time_s(device, drawn.instructions * drawing / share)
         kernel = price(
             device,
             flops=work_share(grouped, software) * flops * (drawn.products if drawn else 1.0) * imbalance / share,
             nbytes=sum(moved),
-            dtype=self._dtype,
+            dtype=self._computed_in(kind),
             kind=kind,
-            shape=facts.dims(call, parts, share) if facts.dims else _product(groups, self.rule, parts),
-            eager=software.kernels != "fused",
+            shape=shape,
+            eager=software.eager_attention,
             op=call.op,
-            reached=self._reached(kind, strategy) * (software.constants.grouped_share if grouped is not None else 1.0),
+            grouped=grouped is not None,
+            reached=self._reached(kind, strategy) * self._kept(kind, grouped),
             moved_bytes=moved_bytes(grouped, software, along, device.runs_as),
         )
         return kernel, merging_s, filled_s, drawn_s
+
+    def _computed_in(self, kind: str) -> str:
+        """The dtype of its products under the software: what is in 16 bits may be in fewer there."""
+        low = self.software.attention_dtype if kind in compute.ATTENTION else ""
+        if self._facts.of_weights:
+            low = self.software.low_dtype
+        return low if low and self._dtype in ("bfloat16", "float16") else self._dtype
+
+    def _kept(self, kind: str, grouped: Grouped | None) -> float:
+        """The share of a plain kernel's rate that the software's reaches."""
+        if kind in compute.ATTENTION:
+            return self.software.attention_share
+        return 1.0 if grouped is None else self.software.constants.grouped_share
 
     def _reached(self, kind: str, strategy: Strategy) -> float:
         """The share of a product's rate that is left by how its tensors' rows lie, on the rank with the slowest kernel."""
@@ -130,7 +152,7 @@ class OpSeconds:
         taken = self.rule.taken(strategy, self.mesh)
         lengths = {f: self._lengths(f, taken.get(f, ())) for last in self._rows for f in last}
         rows = (math.prod(one) for last in self._rows for one in product(*(lengths[f] for f in last)))
-        return compute.aligned_share(self.device, self._dtype, rows)
+        return compute.aligned_share(self.device, self._computed_in(kind), rows)
 
     def _lengths(self, factor: str, axes: tuple[str, ...]) -> tuple[int, ...]:
         """The lengths of a factor's blocks, on some rank each."""

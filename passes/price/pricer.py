@@ -237,7 +237,7 @@ class Pricer:
         """Seconds until every token of a rank, of nbytes in all, is at the ranks of its choices along these axes, or back."""
         group = self.mesh.group(axes)
         shape = collective.shape_on_levels(self.cluster.levels, group)
-        return collective.dispatch_time_s(shape, nbytes, choices, len(group))
+        return collective.dispatch_time_s(shape, nbytes, choices, len(group), self.software.dispatch == "once")
 
     def alone_s(self, sent: Iterable[Sent]) -> Iterator[tuple[Sent, float]]:
         """Every message of an op's own, with the seconds of one of them if nothing hides it. Ranks meet once for messages that

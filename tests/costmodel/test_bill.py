@@ -193,29 +193,29 @@ GPT = replace(
 EXPERTS = replace(LLAMA8B, experts=8, topk=2, seq_len=4096, mtp_layers=1)
 FULL_SHARDS = ParallelConfig(dp=16, tp=2, sequence_parallel=True, zero=3)
 STEPS: Mapping[str, tuple[TransformerShape, StepPlan, int, Software, float]] = {
-    "data parallel": (LLAMA8B, StepPlan(ParallelConfig(dp=32, zero=1), 1), 128, Software(), 3.2625200668484826),
-    "ZeRO-3": (LLAMA8B, StepPlan(FULL_SHARDS, 1, "selective"), 128, Software("fp8", "eager"), 4.013040189690735),
-    "late": (LLAMA8B, StepPlan(ParallelConfig(dp=32), 1, "mlp"), 64, Software(late_reduction=True), 2.0994634333459414),
+    "data parallel": (LLAMA8B, StepPlan(ParallelConfig(dp=32, zero=1), 1), 128, Software(), 3.1214657816272067),
+    "ZeRO-3": (LLAMA8B, StepPlan(FULL_SHARDS, 1, "selective"), 128, Software("fp8", "eager"), 3.339923391573464),
+    "late": (LLAMA8B, StepPlan(ParallelConfig(dp=32), 1, "mlp"), 64, Software(late_reduction=True), 2.022829560294389),
     "pipeline": (
         GPT,
         StepPlan(ParallelConfig(dp=2, tp=4, pp=4, vpp=2, zero=1), 1, "full"),
         64,
         Software(),
-        2.5540603126092756,
+        2.5426719434203946,
     ),
     "zero bubble": (
         GPT,
         StepPlan(ParallelConfig(dp=4, pp=8), 2, "selective", "zb-h1"),
         128,
         Software(),
-        3.879973899102103,
+        3.8892419767996973,
     ),
     "experts": (
         EXPERTS,
         StepPlan(ParallelConfig(dp=16, pp=2, ep=8, zero=1), 1, "full"),
         256,
         Software(),
-        9.578608651924455,
+        9.350190574701578,
     ),
 }
 

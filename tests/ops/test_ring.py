@@ -109,7 +109,7 @@ def test_turns_send_the_same_bytes_and_all_but_the_first_message_is_behind_work(
 @pytest.mark.parametrize("choice", ["s", RING])
 def test_causal_work_is_that_of_the_rank_with_the_last_rows(choice: str) -> None:
     """The last of n blocks of rows sees n - 1 blocks of keys and half of its own, of n * n; without a triangle all see n."""
-    device = DeviceSpec("test", {"float32": 1e6}, 1e12, 1e15, 0.0)
+    device = DeviceSpec("test", {"float32": 1e6}, 1e12, 1e15, 0.0, kind="cpu")
     pricer = Pricer(ClusterSpec("test", ((4, device),), (LinkLevel("node", 4, 1e9, 1e-5),)), Mesh.of(cp=4))
     causal, full = (attention_call(causal=c) for c in (True, False))
     seconds = [pricer.op_s(call, rule_of(call), (choice,)) for call in (causal, full)]

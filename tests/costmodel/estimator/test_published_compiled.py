@@ -102,7 +102,7 @@ def test_a_plan_is_forced_as_it_was_published() -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ("mosaic_1b_s32768_g8_h100_80gb_fp8_mb1", "Options.precision"),
+        ("mosaic_1b_s32768_g8_h100_80gb_fp8_mb1", ""),
         ("dgxc_v25.04_llama-3-1-70b-bf16_256", ""),
         ("mbridge-26.04.01-gpt_oss_120b-B200-BF16-n64-gbs1280-tp1pp1cp1vp1ep8f0", ""),
         ("zb-t6-28.3B-zb-v-p32-b2-m128", ""),
@@ -167,12 +167,15 @@ def test_a_row_is_compiled_and_scored() -> None:
         "model": {**row["model"], **experts},
         "parallel": {**row["parallel"], "ep": 2},
     }
-    result = score_compiled([row, eight_bits, moe])
-    assert result["rows"] == 2
-    for compiled, arch in zip(result["compiled"], ("dense", "moe"), strict=True):
+    further = {**moe, "id": "further", "model": {**moe["model"], "mtp_layers": 1}}
+    result = score_compiled([row, eight_bits, moe, further])
+    assert result["rows"] == 3
+    for compiled, arch in zip(result["compiled"], ("dense", "dense", "moe"), strict=True):
         assert compiled["predicted_s"] > 0
         assert compiled["estimated_s"] > 0
         assert compiled["approximated"] == ["tensor parallelism with the sequence cut between products", CUT]
-        error = abs(compiled["predicted_s"] / compiled["measured_s"] - 1)
-        assert result[f"{arch}_median_abs_error"] == pytest.approx(error)
-    assert [refused["id"] for refused in result["not_compiled"]] == ["fp8"]
+        assert compiled["arch"] == arch
+    errors = [abs(compiled["predicted_s"] / compiled["measured_s"] - 1) for compiled in result["compiled"]]
+    assert result["dense_median_abs_error"] == pytest.approx(sum(errors[:2]) / 2)
+    assert result["moe_median_abs_error"] == pytest.approx(errors[2])
+    assert [refused["id"] for refused in result["not_compiled"]] == ["further"]

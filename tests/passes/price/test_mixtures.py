@@ -42,7 +42,7 @@ APART: Strategy = ("t0", "+t0+e", "f")
 ROWS, INNER = TOKENS * CHOICES / 8, F / 2
 ROW_BYTES, INNER_BYTES = ROWS * D * WIDTH, ROWS * INNER * 3 * WIDTH
 """Bytes of rows, and of their inner layer, of which gate and up are read and their product is written."""
-SHARE = 0.5 / ((1 + 16 / (ROWS / 2)) * (1 + 16 / INNER) * (1 + 16 / D))
+SHARE = 0.5 / ((1 + 16 / (ROWS / 2)) * (1 + 16 / (1.5 * INNER)) * (1 + 16 / D))
 """The share of the peak that products of the rows of one of a rank's two experts reach."""
 
 
@@ -92,13 +92,15 @@ def test_padded_messages_are_priced_as_they_are_sent(promise: float, padding: fl
             assert one.nbytes == pytest.approx(factor * other.nbytes)
 
 
+@pytest.mark.parametrize(("dispatch", "passes"), [("once", 4 / 3), ("each", 4)])
 @pytest.mark.parametrize("backward", [False, True])
-def test_frameworks_that_keep_rows_do_not(backward: bool) -> None:
+def test_frameworks_that_keep_rows_do_not(backward: bool, dispatch: str, passes: float) -> None:
     call, rule = mixture(backward)
     flops = (2 if backward else 1) * (FLOPS_IN + FLOPS_OUT)
-    moved = (1.5 if backward else 1) * (4 * ROW_BYTES + 1.5 * INNER_BYTES)
+    moved = (1.5 if backward else 1) * (passes * ROW_BYTES + 1.5 * INNER_BYTES)
     expected = LAUNCH + flops / MESH.size / (PEAK * SHARE * 0.8) + moved / MEMORY
-    assert Pricer(CLUSTER, MESH, FRAMEWORK).op_s(call, rule, APART) == pytest.approx(expected)
+    software = replace(FRAMEWORK, dispatch=dispatch)
+    assert Pricer(CLUSTER, MESH, software).op_s(call, rule, APART) == pytest.approx(expected)
 
 
 def test_rows_that_stay_are_neither_sorted_nor_put_back_elsewhere() -> None:
@@ -123,6 +125,21 @@ def test_a_token_goes_once_to_a_node_from_one_of_the_ranks_that_hold_it() -> Non
     latency_s = NODE.base_s + NODE.latency_s + NET.base_s + NET.latency_s
     assert sent[0].seconds(Pricer(CLUSTER, MESH, FRAMEWORK)) == pytest.approx(max(inside_s, across_s) + latency_s)
     assert sent[0].purpose == Purpose("ep", "ep_exposed")
+    each = Pricer(CLUSTER, MESH, replace(FRAMEWORK, dispatch="each"))
+    by_choice_s = nbytes * CHOICES / 2 / NET.rate_Bps()
+    assert sent[0].seconds(each) == pytest.approx(by_choice_s + latency_s)
+
+
+def test_what_shows_of_dispatches_is_said_by_how_they_are_made() -> None:
+    fitted, shown = FRAMEWORK.constants.ep_exposed, [("once", False), ("each", False), ("once", True), ("each", True)]
+    shares = [replace(FRAMEWORK, dispatch=how, overlap_ep=over).exposed_share("ep_exposed") for how, over in shown]
+    assert shares == [fitted, 1.0, 0.0, 0.0]
+
+
+def test_graphs_leave_the_host_what_they_do_not_hold() -> None:
+    none, layers, step = (replace(FRAMEWORK, graphs=graphs) for graphs in ("", "layers", "step"))
+    assert none.launch_host_s > 0 == layers.launch_host_s == step.launch_host_s
+    assert none.mixture_host_s(4) == layers.mixture_host_s(4) > 0 == step.mixture_host_s(4)
 
 
 def test_the_host_launches_a_mixture_by_its_experts() -> None:
