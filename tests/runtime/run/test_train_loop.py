@@ -166,7 +166,7 @@ def start(
 
 
 def signalled(process: subprocess.Popen[str], number: int, *at: str) -> str:
-    """What a run says to which a signal is sent at each of these beginnings of lines."""
+    """The output of a run to which a signal is sent at each of these beginnings of lines."""
     lines, waited_for = [], list(at)
     for line in process.stdout or ():
         lines.append(line)
