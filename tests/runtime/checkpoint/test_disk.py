@@ -109,6 +109,18 @@ def vanishing():
 def vanished():
     "All of the directory is gone, between two steps that are saved."
     return batches(lambda n, b: shutil.rmtree(directory()) if (RANK, n) == (1, 6) else None)
+
+def in_turn():
+    "No space for step 4, then a directory that is gone, then files of rank 0 that may not grow, step 10 among them."
+    global WHILE
+    import resource
+    WHILE = range(3, 4)
+    for n, batch in enumerate(writing(errno.ENOSPC)):
+        if (RANK, n) == (1, 6):
+            shutil.rmtree(directory())
+        if RANK == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100 if n in range(9, 11) else -1, -1))
+        yield batch
 """
 STEPS = 14
 ARGUMENTS = [
@@ -158,14 +170,26 @@ def went_on(done, wanted: dict[str, torch.Tensor], steps: list[int]) -> None:
     assert all(tensors(done.run, step) for step in steps)
 
 
+def test_a_run_goes_on_without_space_without_its_directory_and_with_a_log_that_may_not_grow(staged, wanted):  # noqa: F811
+    """All in one run, one after the other; each for itself is a slow test."""
+    done = staged("in_turn", *ARGUMENTS)
+    went_on(done, wanted, [14, 12, 8])
+    assert "step 4 was not saved" in done.said
+    assert "No space left on device" in done.said
+    assert "the run goes on, the last saved step is 2" in done.said
+    assert "lines are lost here: there was no room]" in done.said
+    assert f"saved step {STEPS}" in done.said
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
         ("no_space", "No space left on device"),
-        pytest.param("read_only", "Read-only file system", marks=pytest.mark.slow),
-        pytest.param("vanishing", "was not saved", marks=pytest.mark.slow),
-        pytest.param("quota", "quota exceeded", marks=pytest.mark.slow),
-        pytest.param("quota_at_the_end", "quota exceeded", marks=pytest.mark.slow),
+        ("read_only", "Read-only file system"),
+        ("vanishing", "was not saved"),
+        ("quota", "quota exceeded"),
+        ("quota_at_the_end", "quota exceeded"),
     ],
 )
 def test_a_step_that_cannot_be_written_is_said_and_the_run_goes_on(staged, wanted, fault, said):  # noqa: F811
@@ -177,6 +201,7 @@ def test_a_step_that_cannot_be_written_is_said_and_the_run_goes_on(staged, wante
     assert "the run goes on, the last saved step is 4" in done.said
 
 
+@pytest.mark.slow
 def test_a_log_that_may_not_grow_loses_lines_and_ends_no_run(staged, wanted):  # noqa: F811
     done = staged("limited", *ARGUMENTS)
     went_on(done, wanted, [14, 12, 10, 4, 2])
@@ -184,6 +209,7 @@ def test_a_log_that_may_not_grow_loses_lines_and_ends_no_run(staged, wanted):  #
     assert f"saved step {STEPS}" in done.said
 
 
+@pytest.mark.slow
 def test_a_directory_that_vanishes_between_two_steps_is_made_again(staged, wanted):  # noqa: F811
     went_on(staged("vanished", *ARGUMENTS), wanted, [14, 12, 10, 8])
 

@@ -82,16 +82,13 @@ def other_later():
 def not_a_number():
     return batches(lambda n, b: [b[0].clone().fill_(float("nan")), b[1]] if (RANK, n) == (1, 7) else None)
 
-def not_numbers():
-    "Batches that are the same, wrong, on all ranks."
-    wrong = {7: float("nan"), 9: float("inf")}
+def wrong_numbers():
+    "Batches that are the same, wrong, on all ranks: no numbers, and then one that is far above the usual."
+    wrong = {7: float("nan"), 9: float("inf"), 30: 30.0}
     return batches(lambda n, b: [b[0] * wrong[n], b[1]] if n in wrong else None)
 
 def no_numbers():
     return batches(lambda n, b: [b[0] * float("nan"), b[1]] if n >= 25 else None)
-
-def spiking():
-    return batches(lambda n, b: [b[0] * 30, b[1]] if n == 30 else None)
 
 def spoiled():
     "A rank whose numbers go bad between two steps."
@@ -283,14 +280,18 @@ def test_the_culprit_of_a_staged_fault_is_named(out, tmp_path, slow):
 
 
 @pytest.mark.timeout(200)
-def test_updates_whose_loss_is_no_number_are_skipped_and_counted(staged):
-    done = staged("not_numbers", "--on-nan", "skip", "--steps", 30, "--grad-norm")
+def test_losses_that_are_no_numbers_are_skipped_and_one_far_above_the_usual_takes_the_run_back(staged):
+    done = staged("wrong_numbers", "--on-nan", "skip", "--spike", 5, "--grad-norm")
     assert done.codes == [0] * RANKS, done.said
     assert "the loss of step 8 is nan: its update is skipped, 1 so far" in done.said
     assert "the loss of step 10 is nan: its update is skipped, 2 so far" in done.said  # inf - inf
     assert "  norm " in done.said
-    found = RunDirectory(done.run).read(30)
-    assert (found.step, found.position) == (30, 30)
+    directory = RunDirectory(done.run)
+    found = directory.read(20)
+    assert (found.step, found.position) == (20, 20), "skipped updates are steps"
+    assert "step 31: the loss is " in done.said
+    assert "; back to step 20, past the batches since" in done.said
+    assert directory.read(STEPS).position == STEPS + 11
 
 
 @pytest.mark.slow
@@ -304,15 +305,6 @@ def test_a_run_that_skips_every_update_ends_by_name(staged):
     )
     directory = RunDirectory(done.run)
     assert directory.check(directory.read(20), directory.read(20).files) == ""
-
-
-@pytest.mark.timeout(200)
-def test_a_loss_far_above_the_usual_takes_the_run_back_past_its_batches(staged):
-    done = staged("spiking", "--spike", 5)
-    assert done.codes == [0] * RANKS, done.said
-    assert "step 31: the loss is " in done.said
-    assert "; back to step 20, past the batches since" in done.said
-    assert RunDirectory(done.run).read(STEPS).position == STEPS + 11
 
 
 @pytest.mark.slow

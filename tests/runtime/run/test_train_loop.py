@@ -123,22 +123,27 @@ def final(run: Path) -> dict[str, torch.Tensor]:
     return {name: source.read(name) for name, kind in source.signatures.items() if kind is not None}
 
 
-def undisturbed(out: Path, run: Path, ranks: int) -> dict[str, torch.Tensor]:
-    """The end of a run that nothing ended."""
+def undisturbed(out: Path, run: Path, ranks: int) -> Path:
+    """The directory of a run that nothing ended."""
     done = torchrun(ranks, *command(out, run))
     assert done.returncode == 0, done.stderr
     assert f"saved step {STEPS}" in done.stdout
-    return final(run)
+    return run
 
 
 @pytest.fixture(scope="module")
-def wanted(out: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+def whole_run(out: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return undisturbed(out, tmp_path_factory.mktemp("wanted") / "run", 2)
 
 
 @pytest.fixture(scope="module")
+def wanted(whole_run: Path) -> dict[str, torch.Tensor]:
+    return final(whole_run)
+
+
+@pytest.fixture(scope="module")
 def wanted_of_four(out_of_four: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    return undisturbed(out_of_four, tmp_path_factory.mktemp("wanted") / "four", 4)
+    return final(undisturbed(out_of_four, tmp_path_factory.mktemp("wanted") / "four", 4))
 
 
 def same(run: Path, wanted: dict[str, torch.Tensor]) -> bool:
@@ -160,66 +165,62 @@ def start(
     )
 
 
-@pytest.mark.timeout(200)
-def test_ranks_that_are_killed_are_started_again_and_change_nothing(out, wanted, tmp_path):
-    process = start(out, command(out, tmp_path / "run", "dying"), restarts=2)
-    said, _ = process.communicate(timeout=180)
-    assert process.returncode == 0, said[-4000:]
-    assert all((out / f"died{n}").exists() for n in (13, 14))
-    assert same(tmp_path / "run", wanted)
-
-
-@pytest.mark.timeout(200)
-def test_a_signal_saves_and_ends_and_the_same_command_goes_on(out, wanted, tmp_path):
-    process = start(out, command(out, tmp_path / "run", "slow"))
-    lines = []
+def signalled(process: subprocess.Popen[str], number: int, *at: str) -> str:
+    """The output of a run to which a signal is sent at each of these beginnings of lines."""
+    lines, waited_for = [], list(at)
     for line in process.stdout or ():
         lines.append(line)
-        if line.startswith("step 6 "):
-            process.send_signal(signal.SIGTERM)
-            break
-    said = "".join(lines) + process.communicate(timeout=60)[0]
-    (last, *_) = RunDirectory(tmp_path / "run").steps()
-    assert 6 <= last < STEPS, said[-3000:]
+        if line.startswith(waited_for[0]):
+            process.send_signal(number)
+            if not (waited_for := waited_for[1:]):
+                break
+    return "".join(lines) + process.communicate(timeout=60)[0]
+
+
+@pytest.mark.timeout(300)
+def test_signals_save_and_end_killed_ranks_are_started_again_and_the_same_command_goes_on(out, wanted, tmp_path):
+    """One run: Ctrl-C, SIGTERM, two ranks that are killed, and the end of a run that nothing ended."""
+    run, never = tmp_path / "run", ("--save-every", "100")
+    said = signalled(start(out, command(out, run, "slow", *never)), signal.SIGINT, "step 4 ")
+    (first, *_) = RunDirectory(run).steps()
+    assert 4 <= first < 12, said[-3000:]
+    assert said.count(f"all ranks save after step {first} and end") == 1
+    assert f"stopped by a signal after step {first}; the same command goes on" in said
+    assert "KeyboardInterrupt" not in said
+
+    said = signalled(start(out, command(out, run, "slow", *never)), signal.SIGTERM, f"step {first + 1} ")
+    (last, *_) = RunDirectory(run).steps()
+    assert first < last < STEPS, said[-3000:]
+    assert f"steps {first + 1} to {STEPS}" in said
     assert f"stopped by a signal after step {last}" in said
-    done = torchrun(2, *command(out, tmp_path / "run"))
-    assert f"steps {last + 1} to {STEPS}" in done.stdout, done.stderr
-    assert same(tmp_path / "run", wanted)
+
+    process = start(out, command(out, run, "dying"), restarts=2)
+    said, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, said[-4000:]
+    assert f"steps {last + 1} to {STEPS}" in said
+    assert all((out / f"died{n}").exists() for n in (13, 14))
+    assert same(run, wanted)
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_saves_and_ends_and_ends_at_once_the_second_time(out, tmp_path, times):
-    process = start(out, command(out, tmp_path / "run", "slow" if times == 1 else "slower", "--save-every", "100"))
-    lines = []
-    for line in process.stdout or ():
-        lines.append(line)
-        if line.startswith("step 6 ") or "all ranks save after step" in line:
-            process.send_signal(signal.SIGINT)
-            if (times := times - 1) == 0:
-                break
-    said = "".join(lines) + process.communicate(timeout=60)[0]
-    saved = RunDirectory(tmp_path / "run").steps()
-    if "slower" in str(process.args):
-        assert saved == []
-        assert "stopped" not in said
-        return
-    assert said.count(f"all ranks save after step {saved[0]} and end") == 1
-    assert 6 <= saved[0] < STEPS
-    assert f"stopped by a signal after step {saved[0]}; the same command goes on" in said
-    assert "KeyboardInterrupt" not in said
+def test_ctrl_c_ends_at_once_the_second_time(out, tmp_path):
+    process = start(out, command(out, tmp_path / "run", "slower", "--save-every", "100"))
+    said = signalled(process, signal.SIGINT, "step 6 ", "all ranks save after step")
+    assert RunDirectory(tmp_path / "run").steps() == []
+    assert "stopped" not in said
 
 
 @pytest.mark.timeout(200)
-def test_a_damaged_step_is_named_and_the_one_before_is_taken(out, wanted, tmp_path):
+def test_a_damaged_step_is_named_and_the_one_before_is_taken(out, whole_run, wanted, tmp_path):
     run = tmp_path / "run"
-    assert torchrun(2, *command(out, run, "batches", "--steps", "11")).returncode == 0
-    path = next(RunDirectory(run).folder(11).glob("__1_*"))
+    shutil.copytree(whole_run, run)
+    before = RunDirectory(run).steps()[1]
+    path = next(RunDirectory(run).folder(STEPS).glob("__1_*"))
     path.write_bytes(path.read_bytes()[:-5])
     done = torchrun(2, *command(out, run))
     assert done.returncode == 0, done.stderr
-    assert f"damaged: step 11: {path} is not what was written" in done.stderr
-    assert f"steps 9 to {STEPS}" in done.stdout
+    assert f"damaged: step {STEPS}: {path} is not what was written" in done.stderr
+    assert f"steps {before + 1} to {STEPS}" in done.stdout
     assert same(run, wanted)
     for step in RunDirectory(run).steps():
         (RunDirectory(run).folder(step) / "complete.json").unlink()
