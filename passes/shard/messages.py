@@ -4,10 +4,11 @@ Tree-reweighted message passing (TRW-S, Kolmogorov 2006) solves the dual of the 
 numpy, at a cost linear in the number of pair states, many variables at once (`autopar.passes.shard.padded`). From its
 messages follow
 
-- a lower bound: spread each variable's cost evenly over its edges; the sum of the edges' minima bounds the optimum;
+- a lower bound: what a sweep takes off totals and messages on its way, which never falls;
+- for every state the least that choosing it adds to a second bound: each variable's cost is spread evenly over its edges, and the
+  edges' minima are added up. Where that exceeds upper - lower, the state goes;
 - an assignment (upper bound): fix variables in order, each at its cheapest given the fixed ones and the messages; every now
-  and then the best one so far is polished (`autopar.passes.shard.polish`);
-- for every state the least that choosing it adds to the bound. Where that exceeds upper - lower, the state goes.
+  and then the best one so far is polished (`autopar.passes.shard.polish`) among the states that add least.
 
 Nothing is lost: what is pruned is proven not to be optimal. On meshes of three axes this leaves a problem some
 hundred times smaller.
@@ -29,12 +30,14 @@ from autopar.passes.shard.reduce import Reduced, assigned, copy_of, keep_states
 
 _ROUNDS_BETWEEN = 5
 """Rounds of messages between two looks at the bounds."""
-_FIRST_POLISH, _BETWEEN_POLISHES = 15, 20
+_FIRST_POLISH, _BETWEEN_POLISHES = 10, 10
 """Rounds of messages before the best assignment is polished, and until the next time; twice as many after each in vain."""
 _WORTH_PRUNING = 0.05
 """States go when they are such a part of all: fewer cost more to take out than to keep for a while."""
-_POLISHES, _WIDEST, _MOST = 4, 12, 2_000_000
+_POLISHES, _WIDEST, _MOST = 2, 16, 10_000_000
 """Rounds of a polish, and how large their tables get (`polish.py`): about as long as as many rounds of messages."""
+_LIKELY = (2, 4)
+"""States of a variable, on average, that one polish and the next choose from."""
 
 
 @dataclass
@@ -60,7 +63,7 @@ def bound(
     close: relative distance of the bounds that will do. known: an assignment (position per variable) to improve on. ceiling:
     states stay that are in assignments of that cost or less, though these be no optima.
     """
-    passing = _Passing(r, known, ceiling)
+    passing = Passing(r, known, ceiling)
     for k in range(rounds):
         passing.round()
         if k % _ROUNDS_BETWEEN == _ROUNDS_BETWEEN - 1 or k == rounds - 1:
@@ -104,18 +107,20 @@ class _Sent:
     scratch: np.ndarray
 
 
-class _Passing:
+class Passing:
     """Messages on their way, and the bounds so far.
 
     Arrays of states have a row per variable (or message), padded. alive: the state of the graph as it came that every
-    state is; sizes: how many there are. best: the states of `upper`'s assignment, as they came; extra: as in `Bounds`.
+    state is; sizes: how many there are. swept: the bound of the last sweep; alone: cost of variables without neighbours.
+    best: the states of `upper`'s assignment, as they came; extra: as in `Bounds`.
     """
 
-    def __init__(self, r: Reduced, known: Mapping[int, int] | None, ceiling: float) -> None:
+    def __init__(self, r: Reduced, known: Mapping[int, int] | None = None, ceiling: float = -math.inf) -> None:
         self.r, self.edges, self.ceiling = r, Edges.of(r, _order(r)), ceiling
         variables = self.edges.variables
         self.numbers = {v: i for i, v in enumerate(variables)}
-        self.lower, self.upper = -np.inf, np.inf
+        self.lower, self.upper, self.swept = -np.inf, np.inf, -np.inf
+        self.alone = sum(float(c.min()) for v, c in r.cost.items() if not r.near[v])
         self.next_polish, self.polish_wait = _FIRST_POLISH, _BETWEEN_POLISHES
         self.best = np.zeros(len(variables), int)
         if known is not None:
@@ -170,16 +175,19 @@ class _Passing:
     # --- messages
 
     def round(self) -> None:
-        """All messages once in either direction."""
+        """All messages once in either direction; the last sweep's bound."""
         for levels, sent in zip(self.edges.sweeps, self.sent, strict=True):
+            self.swept = 0.0
             for level, groups in zip(levels, sent, strict=True):
-                if groups:
-                    self._send(level, groups)
+                self.swept += self._send(level, groups)
 
-    def _send(self, level: Level, groups: list[_Sent]) -> None:
-        """Messages of the variables of a level to those ahead of them. Most levels are small, so what numpy does around the
-        numbers counts: `minimum.reduce` is what `min` calls, without its wrapper, and `take` is an index without its rules."""
+    def _send(self, level: Level, groups: list[_Sent]) -> float:
+        """Messages of the variables of a level to those ahead of them; what is taken off them and stays of the totals.
+        Most levels are small, so what numpy does around the numbers counts: `minimum.reduce` is what `min` calls, without
+        its wrapper, and `take` is an index without its rules."""
         total, width = self._totals(level), self.messages.shape[1]
+        least = np.minimum.reduce(total, 1, keepdims=True)
+        bound = float((least * level.rest).sum())
         total *= level.share
         for group in groups:
             outgoing = total.take(group.row, 0)
@@ -187,13 +195,16 @@ class _Passing:
             rows, _, columns = group.pairs.shape
             np.add(group.pairs, outgoing[:, :rows].T[:, :, None], out=group.scratch)
             message = np.minimum.reduce(group.scratch, 0)
-            message -= np.minimum.reduce(message, 1, keepdims=True)
+            low = np.minimum.reduce(message, 1, keepdims=True)
+            bound += float(low.sum())
+            message -= low
             if columns < width:
                 padded = outgoing
                 padded[:] = message[:, :1]
                 padded[:, :columns] = message
                 message = padded
             self.messages[group.edges] = message
+        return bound
 
     def _totals(self, level: Level) -> np.ndarray:
         """Every variable's cost with the messages that it got."""
@@ -206,13 +217,13 @@ class _Passing:
         lower, extra = self._lower()
         chosen = self._decode()
         upper = self._value(chosen)
-        improved = lower > self.lower + 1e-6 * abs(lower)
-        self.lower = max(self.lower, lower)
+        improved = max(lower, self.swept) > self.lower + 1e-6 * abs(lower)
+        self.lower = max(self.lower, lower, self.swept)
         if upper < self.upper:
             self.upper, self.best = upper, self._states(chosen)
+        self.extra = extra + (lower - self.lower)
         if rounds >= self.next_polish:
             self._polish(rounds)
-        self.extra = extra
         self._keep(extra <= max(self.upper, self.ceiling) - lower + 1e-9 * abs(self.upper))
         return improved
 
@@ -238,9 +249,8 @@ class _Passing:
             least[e // 2] = low = np.minimum.reduce(by_target, 1)
             added[e, :rows] = by_source - low[:, None]
             added[e ^ 1, :columns] = by_target - low[:, None]
-        alone = sum(float(c.min()) for v, c in self.r.cost.items() if not self.r.near[v])
         extra = _added_up(np.zeros((n, messages.shape[1])), added[self.incident])
-        return alone + sum(least.tolist()), extra
+        return self.alone + sum(least.tolist()), extra
 
     def _decode(self) -> np.ndarray:
         """An assignment: variables in order, each at its cheapest given those before it and the messages of those after it;
@@ -267,15 +277,25 @@ class _Passing:
         return chosen
 
     def _polish(self, rounds: int) -> None:
-        """Improve the best assignment by choosing most variables anew together: messages alone may leave it far above the
-        bound for long, and then few states go."""
-        left = copy_of(self.r)
-        turns = range(rounds, rounds + _POLISHES)
-        chosen, upper = polished(left, self._restrict(left), self.lower, turns, _WIDEST, _MOST)
-        if upper < self.upper:
-            self.upper = upper
-            self.best = self._states(np.array([chosen[v] for v in self.edges.variables]))
-        else:
+        """Improve the best assignment by choosing most variables anew together, among the states that add least to the
+        bound over the whole graph: messages alone may leave it far above the bound for long, and then few states go."""
+        before = self.upper
+        extra = self.extra + self._beyond()
+        inside = np.sort(extra[np.isfinite(extra)])
+        for likely in _LIKELY:
+            left, kept, chosen = copy_of(self.r), [], {}
+            most = inside[min(int(likely * len(extra)), len(inside) - 1)]
+            for i, v in enumerate(self.edges.variables):
+                states = np.union1d(self.alive[i, extra[i] <= most], self.best[i])
+                kept.append(states)
+                chosen[v] = int(np.searchsorted(states, self.best[i]))
+                keep_states(left, v, states)
+            turns = range(rounds, rounds + _POLISHES)
+            chosen, upper = polished(left, chosen, self.lower, turns, _WIDEST, _MOST)
+            if upper < self.upper:
+                self.upper = upper
+                self.best = np.array([states[chosen[v]] for states, v in zip(kept, self.edges.variables, strict=True)])
+        if self.upper == before:
             self.polish_wait *= 2
         self.next_polish = rounds + self.polish_wait
 
@@ -297,6 +317,10 @@ class _Passing:
     def _states(self, chosen: np.ndarray) -> np.ndarray:
         """States as they came, from places among those that are alive."""
         return self.alive[np.arange(len(chosen)), chosen]
+
+    def _beyond(self) -> np.ndarray:
+        """Infinity where a row is padded, 0 elsewhere."""
+        return np.where(np.arange(self.alive.shape[1]) < self.sizes[:, None], 0.0, np.inf)
 
     # --- pruning
 

@@ -99,7 +99,8 @@ class Level:
     """Variables that are worked on together. entering: messages to each of them, as often as any has neighbours.
 
     behind: which of these come from variables of earlier levels. ahead: the messages that they send to later ones; row:
-    the place of the sender among the variables. share: of a sender's total, that each of its messages is sent.
+    the place of the sender among the variables. share: of a sender's total, that each of its messages is sent; rest: what none
+    of them is sent.
     """
 
     variables: np.ndarray
@@ -108,11 +109,12 @@ class Level:
     ahead: np.ndarray
     row: np.ndarray
     share: np.ndarray
+    rest: np.ndarray
 
     @staticmethod
     def of(edges: Edges, variables: list[int], forward: bool) -> Level:
         """`variables` in the order of their numbers, or in the opposite one."""
-        behind, ahead, row, share = [], [], [], []
+        behind, ahead, row, share, rest = [], [], [], [], []
         for i, v in enumerate(variables):
             earlier = [(int(edges.source[e]) < v) == forward for e in edges.entering[v]]
             later = [e ^ 1 for e, is_earlier in zip(edges.entering[v], earlier, strict=True) if not is_earlier]
@@ -120,6 +122,7 @@ class Level:
             ahead += later
             row += [i] * len(later)
             share.append(1.0 / max(len(later), len(earlier) - len(later), 1))
+            rest.append(1.0 - len(later) * share[-1])
         return Level(
             np.array(variables, int),
             slots([edges.entering[v] for v in variables], edges.silent),
@@ -127,6 +130,7 @@ class Level:
             np.array(ahead, int),
             np.array(row, int),
             np.array(share)[:, None],
+            np.array(rest)[:, None],
         )
 
 

@@ -17,7 +17,7 @@ from autopar.passes.shard import eliminate, polish
 from autopar.passes.shard import solve as solving
 from autopar.passes.shard.eliminate import eliminated, elimination_order, order_beside
 from autopar.passes.shard.graph import FactorGraph
-from autopar.passes.shard.messages import bound
+from autopar.passes.shard.messages import Passing, bound
 from autopar.passes.shard.polish import polished
 from autopar.passes.shard.reduce import copy_of, reduce_graph, restore, start
 from autopar.passes.shard.solve import Shortage, Solution, _along_chains, _prune, better_within, greedy, priced, solve
@@ -263,6 +263,33 @@ def test_message_bounds_enclose_the_optimum_and_never_prune_it(seed: int) -> Non
     assert found.lower <= optimum + 1e-9 <= found.upper + 2e-9
     left = [reduced.alive[v] for v in range(len(graph.keys))]
     assert min(graph.value(list(c)) for c in itertools.product(*left)) == pytest.approx(optimum, abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_bound_of_every_sweep_is_below_the_optimum_and_never_falls(seed: int) -> None:
+    graph = random_graph(seed, nodes=5, states=4, density=0.8, ties=seed % 2 == 0)
+    optimum = brute_force(graph, None)
+    assert optimum is not None
+    passing, bounds = Passing(start(graph)), []
+    for _ in range(8):
+        passing.round()
+        bounds.append(passing.swept)
+    assert bounds == pytest.approx(np.maximum.accumulate(bounds), abs=1e-9)
+    assert bounds[-1] <= optimum + 1e-9
+
+
+def test_what_a_state_adds_is_told_from_the_bound_that_is_given() -> None:
+    """Messages of later rounds may mean a lower bound than those of an earlier one; what states add then is less too."""
+    for seed in range(20):
+        graph = random_graph(seed, nodes=5, states=4, density=0.9)
+        optimum = brute_force(graph, None)
+        assert optimum is not None
+        r = start(graph)
+        with mock.patch.object(eliminate, "MOST", 0):
+            found = bound(r, 10, math.inf)
+        _prune(r, found, optimum - found.lower)
+        left = [r.alive[v] for v in range(len(graph.keys))]
+        assert min(graph.value(list(c)) for c in itertools.product(*left)) == pytest.approx(optimum, abs=1e-9)
 
 
 @given(st.integers(0, 10_000), st.integers(0, 10_000))
