@@ -183,7 +183,7 @@ class ShortMemorySearch:
         """The plan with as little recomputed as fits, where it is faster than all before."""
         if candidate.step_s * _WORTH >= self.best_s:
             return None
-        best = relieved(task, candidate)
+        best = relieved(task, joint, candidate)
         if best.step_s >= self.best_s:
             return None
         self.best_s, self.byte_price, self.share_s = best.step_s, joint.price, 1.0

@@ -93,15 +93,17 @@ def fastest_within_limit(task: Task, joint: JointSearch, useless_from_s: float =
 
 
 def _little_to_gain(candidate: PricedPlan, too_large: Point) -> bool:
-    """Whether a plan is hardly slower than a point of more bytes than fit, which what lies between does not beat."""
+    """Whether a plan is hardly slower than a point that may take more bytes than fit, which what lies between does not beat."""
     return candidate.solution.cost - too_large.seconds <= _LITTLE * candidate.solution.cost
 
 
-def relieved(task: Task, candidate: PricedPlan) -> PricedPlan:
-    """A plan that fits with as little recomputed as fits (`recompute_levels`). What rests in memory tiers was chosen with what is
-    kept, so a plan that has values there stays as it is."""
+def relieved(task: Task, joint: JointSearch, candidate: PricedPlan) -> PricedPlan:
+    """A plan of the joint search's mesh that fits with as little recomputed as fits (`recompute_levels`), where that could be
+    much faster. What rests in memory tiers was chosen with what is kept, so a plan that has values there stays as it is."""
     parks = any(t.offload for stage in candidate.plan.stages for t in stage.templates.values())
-    less = None if parks else with_less_recompute(task, candidate)
+    if parks or _little_to_gain(candidate, joint.fastest):
+        return candidate
+    less = with_less_recompute(task, candidate)
     return candidate if less is None else replace(candidate, plan=less[0], lowered=None, account=less[1])
 
 
