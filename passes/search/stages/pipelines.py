@@ -39,7 +39,7 @@ MOST_TRIED, MOST_PLANNED = 6, 3
 _ROUGHNESS = 1.03
 """A plan may take so many times the estimate of its draft within memory."""
 _OFF_ALIKE = 0.5
-"""The share of what the estimate of the best plan lacked that other estimates lack at least."""
+"""The share of what the estimates lacked of cuts that were tried that other estimates lack at least."""
 _FASTER = 0.999
 """A cut is tried where it could be faster by more than this."""
 
@@ -58,18 +58,17 @@ def search_pipelines(submeshes: SubmeshPlans, best_s: float, rival: Rival | None
     if rival is not None and roughs:
         best_s = search.best_s = min(best_s, rival(roughs[0].step_s, best_s))
     plans: list[DraftPlan] = []
+    tried: list[tuple[float, float]] = []
 
     def to_beat_s() -> float:
         return plans[0].cost_s if plans else best_s
 
-    def rough_to_beat_s() -> float:
-        return estimate_to_beat_s(plans[0]) if plans else best_s
-
     with _drafts(search, roughs) as drafts:
-        for in_memory in _promising(search, roughs, drafts, rough_to_beat_s):
+        for in_memory in _promising(search, roughs, drafts, lambda: estimate_to_beat_s(to_beat_s(), tried)):
             if in_memory.draft.step_s >= to_beat_s() or len(plans) >= MOST_PLANNED:
                 break
             plan = plan_that_fits(search.exact, in_memory, to_beat_s())
+            tried.append((in_memory.draft.step_s, to_beat_s() if plan is None else plan.cost_s))
             if plan is not None and plan.cost_s < to_beat_s():
                 plans = [plan, *plans]
                 yield ranked(plans)
@@ -81,12 +80,14 @@ def search_pipelines(submeshes: SubmeshPlans, best_s: float, rival: Rival | None
         raise error
 
 
-def estimate_to_beat_s(best: DraftPlan) -> float:
-    """Seconds that the estimate of a rough cut is to be below, so that its plan may be faster than the best one: where one
-    estimate says too little, others do."""
-    estimate_s = best.draft.step_s
-    off = best.cost_s / estimate_s
-    return min(best.cost_s, max(best.cost_s / (1 + _OFF_ALIKE * (off - 1)), _ROUGHNESS * estimate_s))
+def estimate_to_beat_s(best_s: float, tried: Sequence[tuple[float, float]]) -> float:
+    """Seconds that the estimate of a rough cut is to be below, so that its plan may beat best_s: where estimates of other cuts
+    said too little, its own does. tried: estimates, and the seconds that their plans take at least."""
+    if not tried:
+        return best_s
+    off = max(min(seconds / estimate_s for estimate_s, seconds in tried), 1.0)
+    least_s = min(estimate_s for estimate_s, _ in tried)
+    return min(best_s, max(best_s / (1 + _OFF_ALIKE * (off - 1)), _ROUGHNESS * least_s))
 
 
 def _roughs(search: CutSearch) -> list[Draft]:

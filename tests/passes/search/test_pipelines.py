@@ -189,14 +189,12 @@ def test_a_plan_that_takes_longer_than_its_estimate_spares_no_other_cut() -> Non
     assert made_to_fit(1.5, (1.0, 1.2), (1.25, 1.2)) == ([0, 1], [1.2, 1.25]), "a cut that is none yet spares others"
 
 
-def test_estimates_are_taken_to_lack_half_of_what_the_best_one_lacked() -> None:
-    def to_beat_s(cost_s: float, estimate_s: float) -> float:
-        best: Any = SimpleNamespace(cost_s=cost_s, draft=SimpleNamespace(step_s=estimate_s))
-        return estimate_to_beat_s(best)
-
-    assert to_beat_s(1.5, 1.0) == pytest.approx(1.2)
-    assert to_beat_s(0.9, 1.0) == 0.9
-    assert to_beat_s(1.04, 1.0) == pytest.approx(1.03), "as any plan may take a little more than its estimate"
+def test_estimates_are_taken_to_lack_half_of_what_others_lacked() -> None:
+    assert estimate_to_beat_s(1.5, []) == 1.5
+    assert estimate_to_beat_s(1.5, [(1.0, 1.5)]) == pytest.approx(1.2)
+    assert estimate_to_beat_s(1.5, [(1.0, 1.5), (1.25, 1.5)]) == pytest.approx(1.5 / 1.1)
+    assert estimate_to_beat_s(0.9, [(1.0, 0.9)]) == 0.9
+    assert estimate_to_beat_s(1.04, [(1.0, 1.04)]) == pytest.approx(1.03), "any plan may take a little more"
 
 
 def test_the_meshes_of_a_cut_on_several_have_cuts_of_their_own() -> None:
