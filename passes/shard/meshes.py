@@ -63,8 +63,9 @@ def candidate_meshes(
 
 def finer_meshes(cluster: ClusterSpec, options: Options, middle: str, rows: int | None = None) -> list[Mesh]:
     """Meshes of the whole cluster with an axis `middle`, a power of two of ranks, inside `dp`: around an axis `tp` inside the
-    fast links, or by itself and across these. None where the options say axes. rows: as of `candidate_meshes`."""
-    if options.mesh is not None or options.axes is not None:
+    fast links, or by itself and across these. None where the options say axes, or an odd part of the ranks has one. rows: as of
+    `candidate_meshes`."""
+    if options.mesh is not None or options.axes is not None or odd_part(cluster.size) > 1:
         return []
     meshes, fast = [], _fast(cluster, cluster.size)
     for k in (*_inner(cluster, cluster.size)[:3], 1):

@@ -58,11 +58,14 @@ def search_strategies(task: Task) -> tuple[list[PricedPlan], bool]:
             if budgets:
                 continue
             break
+        plans: list[PricedPlan] = []
         with task.workers.answers(partial(finished_within, task), candidates) as finished:
             short = task.short_bytes(finished[0].plan, account_of(finished[0]))
             if short <= 0:
-                plans = _with_finer(task, _fastest_first(task, candidates, finished), budget, policy)
-                return plans, fell_short or any(_paid_for_memory(task, c) for c in plans)
+                plans = _fastest_first(task, candidates, finished)
+        if plans:
+            plans = _with_finer(task, plans, budget, policy)
+            return plans, fell_short or any(_paid_for_memory(task, c) for c in plans)
         if not budgets:
             budgets.append({mesh: nbytes - _MARGIN * short for mesh, nbytes in budget.items()})
             if min(budgets[0].values()) <= 0:
