@@ -52,7 +52,7 @@ def ours(graph: FactorGraph, limit_s: float, close: float) -> Found:
 
 
 def timed(run: Callable[[], Found]) -> tuple[Found, float]:
-    """What a solver finds, and its CPU seconds."""
+    """The answer of a solver, and its CPU seconds."""
     begin = time.process_time()
     return run(), time.process_time() - begin
 

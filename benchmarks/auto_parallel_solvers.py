@@ -47,7 +47,7 @@ class _Factors:
 
     @staticmethod
     def of(graph: FactorGraph, candidates: int | None) -> _Factors:
-        """Of variables with many states only those stay that are cheapest, with the cheapest way from what they read."""
+        """Factors of a graph; of many states the cheapest stay, with the cheapest way from what a variable reads."""
         least = [c.copy() for c in graph.cost]
         for (_, v), pair in graph.pairs.items():
             least[v] += pair.min(0)

@@ -33,7 +33,7 @@ out too."""
 
 
 def axis_rows(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: int) -> list[tuple[int, ...]]:
-    """What an op may do along one axis: the placements of its results, then those of its tensor operands in order, as numbers.
+    """Strategies of an op along one axis: the placements of its results, then those of its tensor operands in order, as numbers.
 
     args, kwargs: as of a call, with meta tensors. Each row stands once; rows that owe other reductions than a sum are left out.
     Raises NotImplementedError for an op that torch's tables do not have.
