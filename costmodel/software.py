@@ -213,6 +213,7 @@ class Software:
 
 NEUTRAL = Software(
     kernels="apart",
+    attention="own",
     reduce_bytes=None,
     copy_bytes=None,
     overlap_tp=False,

@@ -1,7 +1,7 @@
 """Finer meshes, where the first ones gave reason to plan them: those of three axes, and of two across nodes.
 
-Of what more axes can win the second one wins most. So a third is tried only where that paid: where the best plan on two axes is
-faster than the best on one. These meshes are planned with what ops took along the axes of the first ones
+Of what more axes can win the second one wins most. So a third is tried only where that nearly paid: where the best plan on two
+axes takes little more than the best on one. These meshes are planned with what ops took along the axes of the first ones
 (`autopar.passes.rules.per_axis`), which takes a tenth of the time.
 """
 
@@ -15,8 +15,8 @@ from autopar.passes.search.task import Task
 from autopar.passes.shard.meshes import CONTEXT, finer_meshes
 from autopar.passes.shard.uneven import EXPERTS, numbers_of_experts, rows_of
 
-PAYS = 0.002
-"""The share of a step that a second axis wins at least where a third one is tried."""
+NEARLY = 1.01
+"""A third axis is tried where a second one makes the step no longer than by this."""
 
 
 def meshes_worth_trying(task: Task, steps: Iterable[tuple[Mesh, float]]) -> list[Mesh]:
@@ -26,8 +26,7 @@ def meshes_worth_trying(task: Task, steps: Iterable[tuple[Mesh, float]]) -> list
     for mesh, seconds in steps:
         axes = sum(size > 1 for _, size in mesh.axes)
         least[axes] = min(least.get(axes, math.inf), seconds)
-    best_s = min(least.values())
-    if task.options.strategy != "auto" or task.layout is not None or best_s >= (1 - PAYS) * least[1]:
+    if task.options.strategy != "auto" or task.layout is not None or least[2] >= NEARLY * least[1]:
         return []
     middle = EXPERTS if numbers_of_experts(task.program, task.rules) else CONTEXT
     meshes = finer_meshes(task.cluster, task.options, middle, rows_of(task.program))

@@ -135,7 +135,7 @@ def test_devices_of_two_speeds_share_the_work_by_speed() -> None:
 
 
 def test_a_program_is_captured_once_also_when_its_best_plan_has_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
-    from autopar import request as module
+    from autopar.request import request as module
 
     captured: list[int] = []
     real = module.capture_program
