@@ -253,17 +253,18 @@ def test_nothing_is_owed_over_an_axis_that_carries() -> None:
 
 
 def test_work_is_priced_by_the_rows_of_one_expert() -> None:
-    """An expert that has the rows of all ranks has as many as on one rank; where tokens alone are cut, each has a share."""
+    """An expert that has the rows of all ranks has as many as on one rank; where tokens alone are cut, each has a share. Of an
+    inner dim of 4 the first product makes both halves, the second reads one: 6 in the mean."""
     for case in mixture((32,), 4, 2).cases(torch.zeros(32, 3, dtype=torch.float64)):
         call = op_call(as_node(case, case.whole())[0])
         dims, mesh, rule = find(call.op).dims, Mesh.of(a=2), rule_of(call)  # type: ignore[union-attr]
         assert dims is not None
         for choice, wanted in (
-            ("", (16, 4, 3)),
-            ("t0", (8, 4, 3)),
-            ("+t0+e", (16, 4, 3)),
-            ("e", (16, 4, 3)),
-            ("f", (16, 2, 3)),
+            ("", (16, 6, 3)),
+            ("t0", (8, 6, 3)),
+            ("+t0+e", (16, 6, 3)),
+            ("e", (16, 6, 3)),
+            ("f", (16, 3, 3)),
         ):
             parts = {name: 2 if name in factors_of(choice) else 1 for name in rule.factors}
             assert dims(call, parts, rule.work_parts((choice,), mesh)) == wanted, choice
@@ -278,7 +279,7 @@ def test_one_expert_is_priced_by_all_rows() -> None:
         assert facts.dims is not None
         assert facts.grouped is not None
         parts, share = rule.parts(("t0",), mesh), rule.work_parts(("t0",), mesh)
-        assert facts.dims(call, parts, share) == (16, 4, 3)
+        assert facts.dims(call, parts, share) == (16, 6, 3)
         assert facts.grouped(call, parts, share).groups == 1
 
 
