@@ -143,8 +143,8 @@ def expert_parallel(batched: BatchedProgram, axis: str) -> AxisChoices:
 
 
 def context_parallel(batched: BatchedProgram, axis: str) -> Mapping[OpKey, frozenset[str]]:
-    """The choices of ops along an axis that takes neither the batch nor weights. Products and attention on values of the batch are
-    split by something where they can be: ranks that all do the same share no sequences."""
+    """The choices of ops along an axis that takes neither the batch nor weights. Products and attention on values of the batch
+    are split by something where they can be: ranks that all do the same share no sequences."""
     choices: dict[OpKey, frozenset[str]] = {}
     for op in batched.ops():
         taken = {*op.batch, *op.weight}
