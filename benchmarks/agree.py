@@ -162,6 +162,7 @@ def uncut(program: autopar.ParallelProgram, w: Workload) -> list[str]:
             is_cut = all("tp" in p.storage.axes for p in experts)
         elif cut.what == "positions":
             is_cut = all(any(_cut_sizes(program, axis, "norm")) for axis in axes)
+            is_cut &= "cp" not in axes or all(_cut_sizes(program, "cp", kind))
         else:
             heads = {w.model.kv_heads, w.model.heads}
             is_cut = all(heads & one for one in _cut_sizes(program, "tp", kind))

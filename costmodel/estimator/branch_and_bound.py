@@ -33,6 +33,7 @@ from autopar.costmodel.bill import (
 )
 from autopar.costmodel.estimator.layer import LayerBills, layer_bills
 from autopar.costmodel.estimator.memory import fullest_stage, layer_activation_bytes, stage_memory
+from autopar.costmodel.estimator.parameters import parameter_traffic, update_s
 from autopar.costmodel.estimator.pipeline_time import (
     Layers,
     chunk_layers,
@@ -46,7 +47,7 @@ from autopar.costmodel.estimator.pipeline_time import (
 from autopar.costmodel.estimator.schedules import ESTIMATED
 from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
 from autopar.costmodel.estimator.space import Space, micro_batches, pipelines, sizes, storages
-from autopar.costmodel.estimator.step import Estimate, estimate, parameter_traffic, update_s
+from autopar.costmodel.estimator.step import Estimate, estimate
 from autopar.costmodel.estimator.workload import StepPlan, Workload, not_emitted
 from autopar.costmodel.software import Software
 

@@ -182,7 +182,7 @@ def moe_mlp(w: Workload, cost: Seconds) -> None:
     """Router, grouped expert products (balanced routing), shared experts."""
     m, p = w.model, w.parallel
     tokens = w.tokens / (p.tp if p.expert_tp == 1 else 1)
-    local = m.experts / p.ep
+    local = w.local_experts
     each = tokens * p.ep * m.topk / m.experts
     up = 2 if m.gated_mlp else 1
     wide = m.expert_ffn / w.parts.expert

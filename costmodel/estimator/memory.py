@@ -148,11 +148,11 @@ def made_again(w: Workload) -> float:
 
 def stage_params(w: Workload, layers: int, embeddings: int) -> tuple[float, float]:
     """Parameters on one rank of a stage, before ZeRO: (all but experts, experts). embeddings: tables in the stage."""
-    model, p = w.model, w.parallel
+    model = w.model
     layer_params = model.layer_params(True, 0.0) if model.experts else model.layer_params(False)
     shared = layers * over_tp(w, layer_params) + embeddings * model.embedding_params / w.parts.vocabulary
     expert_params = model.mlp_params(model.expert_ffn) if model.experts else 0
-    return shared, layers * model.experts / p.ep * expert_params / w.parts.expert
+    return shared, layers * w.local_experts * expert_params / w.parts.expert
 
 
 def over_tp(w: Workload, layer_params: float) -> float:

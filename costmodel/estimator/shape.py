@@ -261,10 +261,10 @@ class ParallelConfig:
 
     def cuts(self, model: TransformerShape, unequal: bool = False) -> Iterator[Cut]:
         """The dims that the plan cuts: this alone says which sizes of a model must divide. unequal: parts may differ by a unit,
-        as in emitted programs, but for experts apart over ep, and for positions that no other dim's units divide."""
+        as in emitted programs, but for positions that no other dim's units divide."""
         yield from self._over_tp(model, unequal)
         if model.experts:
-            yield Cut("experts", model.experts, "ep", self.ep, False)
+            yield Cut("experts", model.experts, "ep", self.ep, unequal)
         split = {"cp": self.cp, "tp": self.tp if self.sequence_parallel else 1}
         names = [name for name, size in split.items() if size > 1]
         positions, rest = divmod(model.seq_len, self.cp)
@@ -366,9 +366,11 @@ class ParallelConfig:
                 f"batch={batch} has no microbatches of {micro_batch} sequences for each of dp={self.dp} ranks, "
                 f"or one less for some; nearest: {max(1, round(batch / (self.dp * micro_batch))) * self.dp * micro_batch}"
             )
-        if self.ep > 1 and rows % self.dp:
+        groups = max(1, self.dp // self.ep)
+        if self.ep > 1 and rows % groups:
             raise ConstraintError(
-                f"a microbatch of {rows} sequences does not divide by dp={self.dp}, as experts over ep need"
+                f"a microbatch of {rows} sequences does not divide by the {groups} groups of dp={self.dp} that share experts "
+                f"over ep={self.ep}"
             )
 
 

@@ -6,18 +6,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.cluster import ClusterSpec
-from autopar.costmodel.bill import (
-    Bill,
-    ParameterTraffic,
-    StepSeconds,
-    cluster_nodes,
-    group_seconds,
-    stage_seconds,
-    step_seconds,
-)
-from autopar.costmodel.collective import strided_time_s
+from autopar.costmodel.bill import Bill, StepSeconds, cluster_nodes, group_seconds, stage_seconds, step_seconds
 from autopar.costmodel.estimator.layer import HEAD, LayerBills, layer_bills
-from autopar.costmodel.estimator.memory import Memory, fullest_stage, stage_params
+from autopar.costmodel.estimator.memory import Memory, fullest_stage
+from autopar.costmodel.estimator.parameters import parameter_traffic, update_s
 from autopar.costmodel.estimator.pipeline_time import (
     Layers,
     chunk_layers,
@@ -165,73 +157,3 @@ def offloaded(w: Workload, memory: Memory, layers: Layers, work_s: float) -> tup
     if w.plan.offload == "optimizer":
         return replace(memory, optimizer=0.0), memory.optimizer / 12 * (4 + 2) / host_Bps
     return memory, 0.0
-
-
-def _fullest_params(w: Workload, layers: Layers) -> tuple[float, float]:
-    """Parameters of the fullest stage on one rank: (all but experts, experts)."""
-    embeddings = 2 if w.parallel.pp == 1 and not w.model.tied_embeddings and not w.model.experts else 1
-    return stage_params(w, max(map(sum, layers)), embeddings)
-
-
-def parameter_traffic(w: Workload, layers: Layers) -> ParameterTraffic:
-    """Gradient reduction and parameter gathering of the fullest stage.
-
-    ZeRO-3 gathers parameters in every forward and backward, ZeRO-2 and 3 reduce gradients in every backward; the rest is once a
-    step.
-    """
-    p, software = w.parallel, w.software
-    grad_bytes = software.reduce_bytes or 4.0
-    copy_bytes = software.copy_bytes or (
-        w.width if p.zero == 3 else 4.0
-    )  # parameters are cast before they are gathered
-    if p.data_ranks == 1:
-        return ParameterTraffic()
-    shared, experts = _fullest_params(w, layers)
-    gather = reduce = 0.0
-    for params, count, stride in ((shared, p.data_ranks, p.tp), (experts, p.expert_data_ranks, p.ep * p.expert_tp)):
-        if p.zero >= 1:
-            group = min(count, p.shard_group or count)
-            gather += messages_s(w, "all_gather", copy_bytes * params, params, stride, group)
-            reduce += messages_s(w, "reduce_scatter", grad_bytes * params, params, stride, group)
-            if group < count:
-                reduce += messages_s(
-                    w, "all_reduce", grad_bytes * params / group, params, stride * group, count // group
-                )
-        else:
-            reduce += messages_s(w, "all_reduce", grad_bytes * params, params, stride, count)
-    if p.zero == 3:
-        return ParameterTraffic(gather, gather + reduce)
-    if p.zero == 2 and not w.software.late_reduction:
-        return ParameterTraffic(each_reduce_s=reduce, gather_s=gather)
-    return ParameterTraffic(reduce_s=reduce, gather_s=gather)
-
-
-def messages_s(w: Workload, kind: str, nbytes: float, params: float, stride: int, ranks: int) -> float:
-    """Seconds of messages of so many bytes for so many parameters: emitted programs send them in buckets, larger weights alone (a
-    layer has about seven), frameworks as if at once."""
-    messages = 1.0
-    if w.software.is_emitted and params:
-        weight = w.model.layer_params(False) / 7 / w.parallel.tp
-        messages = max(1.0, nbytes / max(w.software.bucket_bytes, weight * nbytes / params))
-    return messages * strided_time_s(w.cluster, kind, nbytes / messages, stride, ranks)
-
-
-def update_s(w: Workload, layers: Layers) -> float:
-    """Seconds of Adam, which reads and writes about 34 bytes per parameter it owns, and of passes that add up gradients."""
-    p = w.parallel
-    bytes_moved = 0.0
-    ranks = p.shard_group or p.data_ranks
-    for params, shards in zip(_fullest_params(w, layers), (ranks, min(ranks, p.expert_data_ranks)), strict=True):
-        owned = params / (shards if p.zero else 1)
-        bytes_moved += 34 * owned + added_bytes(w, params, owned)
-    return bytes_moved / w.memory_Bps
-
-
-def added_bytes(w: Workload, params: float, owned: float) -> float:
-    """Bytes that passes move in a step to add up so many gradients in 32 bits: the first is cast, further ones are read beside
-    the sum that they are added to; sums of ZeRO-2 and 3 are of shards."""
-    if not w.software.gradient_passes:
-        return 0.0
-    first = w.microbatches if w.parallel.zero >= 2 else 1
-    cast = first * (4 + w.width) * params if w.width < 4 else 0.0
-    return cast + (w.microbatches - first) * (8 + w.width) * params + (first - 1) * 12 * owned

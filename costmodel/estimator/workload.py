@@ -109,6 +109,12 @@ class Workload:
         """Into how many parts tp cuts the model."""
         return self.parallel.parts(self.model, self.software.is_emitted)
 
+    @property
+    def local_experts(self) -> float:
+        """Experts on the rank that has most of them."""
+        experts, ep = self.model.experts, self.parallel.ep
+        return -(-experts // ep) if self.software.is_emitted else experts / ep
+
     def mlp_parts(self, moe: bool) -> float:
         """Into how many parts tp cuts what follows attention in a layer. moe: experts."""
         return self.parts.expert if moe and self.parallel.expert_tp > 1 else self.parts.mlp

@@ -92,6 +92,15 @@ class BatchedOp:
         values = operand_values(self.node)
         return {(self.template.name, slot) for v in values for slot in self.origins.get(v, ())}
 
+    @property
+    def computes(self) -> bool:
+        """Whether it is a product or attention of values of the batch."""
+        definition = find(self.template.op_calls[self.node.name].op)
+        held = self.of.dims.get(self.template.name, {})
+        return (
+            definition is not None and definition.work is not None and any(v in held for v in operand_values(self.node))
+        )
+
     def divides(self, choice: str, axis: str) -> bool:
         """Whether an axis can cut the factors of a choice."""
         return all(self.of.mesh.blocks(self.rule.factors[f].size, (axis,)) is not None for f in factors_of(choice))
@@ -134,13 +143,14 @@ def expert_parallel(batched: BatchedProgram, axis: str) -> AxisChoices:
 
 
 def context_parallel(batched: BatchedProgram, axis: str) -> Mapping[OpKey, frozenset[str]]:
-    """The choices of ops along an axis that takes neither the batch nor weights."""
+    """The choices of ops along an axis that takes neither the batch nor weights. Products and attention on values of the batch
+    are split by something where they can be: ranks that all do the same share no sequences."""
     choices: dict[OpKey, frozenset[str]] = {}
     for op in batched.ops():
         taken = {*op.batch, *op.weight}
-        choices[op.key] = frozenset(
-            c for c in op.rule.choices() if taken.isdisjoint(factors_of(c)) and op.divides(c, axis)
-        )
+        possible = {c for c in op.rule.choices() if taken.isdisjoint(factors_of(c)) and op.divides(c, axis)}
+        splits = op.computes and any(factors_of(c) for c in possible)
+        choices[op.key] = frozenset(possible - {""} if splits else possible)
     return choices
 
 

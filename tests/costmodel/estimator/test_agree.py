@@ -46,6 +46,7 @@ LAYOUTS = [
     agree_cases.case(replace(SMALL, layers=4), 2, 4, pp=2, recompute="full"),
     agree_cases.case(replace(agree_cases.MIXTURE, layers=2), 4, 2, dp=4, ep=4),
     agree_cases.case(replace(SMALL, seq_len=1 << 18), 1),
+    agree_cases.case(agree_cases.SMALL_GPT, 2, 2, cp=2),
 ]
 
 
