@@ -17,6 +17,7 @@ hundred times smaller.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterable, Mapping
@@ -154,8 +155,6 @@ class Passing:
             self.alive[level.variables] * self.edges.target_step[level.entering][:, :, None]
             for level in self.edges.sweeps[0]
         ]
-        firsts = np.arange(0, self.edges.silent, 2)
-        self.pair_costs = [*self._together(firsts, firsts)]
 
     def _together(self, edges: np.ndarray, row: np.ndarray) -> Iterable[_Sent]:
         """Messages over `edges` in groups, with their pair costs."""
@@ -251,7 +250,7 @@ class Passing:
         spread = total / np.maximum(self.degrees, 1)[:, None]
         least = np.zeros(edges.silent // 2)
         added = np.zeros(messages.shape)
-        for group in self.pair_costs:
+        for group in itertools.chain.from_iterable(self.sent[0]):
             e, (rows, _, columns) = group.edges, group.pairs.shape
             of_source = (spread[edges.source[e]] - messages[e ^ 1])[:, :rows]
             of_target = (spread[edges.target[e]] - messages[e])[:, :columns]

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.passes.shard import eliminate, messages, polish
+from autopar.passes.shard import eliminate, messages, padded, polish
 from autopar.passes.shard import solve as solving
 from autopar.passes.shard.eliminate import eliminated, elimination_order, order_beside
 from autopar.passes.shard.graph import FactorGraph
@@ -290,6 +290,17 @@ def test_a_round_gives_a_bound_whatever_messages_it_meets(seed: int) -> None:
     passing.messages = np.take_along_axis(met, padded_states(passing.sizes)[passing.edges.target], 1)
     passing.round()
     assert passing.swept <= optimum + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_large_tables_of_pair_costs_are_those_that_small_ones_are(seed: int) -> None:
+    passing = Passing(start(random_graph(seed, nodes=6, states=9, density=0.7)))
+    states = padded_states(passing.sizes)
+    edges = np.arange(passing.edges.silent)
+    ends = states[passing.edges.source[edges]], states[passing.edges.target[edges]]
+    at_once = passing.edges.matrices(edges, *ends)
+    with mock.patch.object(padded, "_LARGE", 0):
+        assert (passing.edges.matrices(edges, *ends) == at_once).all()
 
 
 def test_momentum_reaches_higher_bounds_in_as_many_rounds() -> None:
