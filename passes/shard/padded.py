@@ -23,6 +23,9 @@ from autopar.passes.shard.reduce import Reduced
 FEW = 1 << 15
 """Pair costs of a level up to which all its messages are computed together, however unlike their sizes are."""
 
+_LARGE = 1 << 12
+"""Pair costs of a message from which they are looked up by rows, then columns: one look-up of all takes twice as long."""
+
 
 @dataclass(frozen=True)
 class Edges:
@@ -75,9 +78,19 @@ class Edges:
 
     def matrices(self, edges: np.ndarray, source_states: np.ndarray, target_states: np.ndarray) -> np.ndarray:
         """Pair costs of these messages, at those states of their ends (message × state each): source × message × target."""
+        if source_states.shape[1] * target_states.shape[1] > _LARGE:
+            return np.stack([*map(self._matrix, edges.tolist(), source_states, target_states)], 1)
         rows = self.start[edges] + source_states.T * self.source_step[edges]
         columns = target_states * self.target_step[edges][:, None]
         return np.asarray(self.pairs[rows[:, :, None] + columns[None]])
+
+    def _matrix(self, e: int, source_states: np.ndarray, target_states: np.ndarray) -> np.ndarray:
+        """The pair costs of one message at those states of its ends: rows of the table, then columns."""
+        first, backwards = e & ~1, e & 1
+        table = self.pairs[self.start[first] : self.start[first + 2]].reshape(-1, self.source_step[first])
+        if backwards:
+            return np.asarray(table.take(target_states, 0).take(source_states, 1).T)
+        return np.asarray(table.take(source_states, 0).take(target_states, 1))
 
     @cached_property
     def sweeps(self) -> tuple[tuple[Level, ...], tuple[Level, ...]]:

@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.passes.shard import eliminate, polish
+from autopar.passes.shard import eliminate, messages, padded, polish
 from autopar.passes.shard import solve as solving
 from autopar.passes.shard.eliminate import eliminated, elimination_order, order_beside
 from autopar.passes.shard.graph import FactorGraph
 from autopar.passes.shard.messages import Passing, bound
+from autopar.passes.shard.padded import padded_states
 from autopar.passes.shard.polish import polished
 from autopar.passes.shard.reduce import copy_of, reduce_graph, restore, start
 from autopar.passes.shard.solve import Shortage, Solution, _along_chains, _prune, better_within, greedy, priced, solve
@@ -271,11 +272,49 @@ def test_the_bound_of_every_sweep_is_below_the_optimum_and_never_falls(seed: int
     optimum = brute_force(graph, None)
     assert optimum is not None
     passing, bounds = Passing(start(graph)), []
-    for _ in range(8):
+    for _ in range(20):
         passing.round()
         bounds.append(passing.swept)
     assert bounds == pytest.approx(np.maximum.accumulate(bounds), abs=1e-9)
     assert bounds[-1] <= optimum + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_round_gives_a_bound_whatever_messages_it_meets(seed: int) -> None:
+    graph = random_graph(seed, nodes=5, states=4, density=0.8)
+    optimum = brute_force(graph, None)
+    assert optimum is not None
+    passing = Passing(start(graph))
+    met = np.random.default_rng(seed).normal(0.0, 5.0, passing.messages.shape)
+    met[-1] = 0.0  # the silent one
+    passing.messages = np.take_along_axis(met, padded_states(passing.sizes)[passing.edges.target], 1)
+    passing.round()
+    assert passing.swept <= optimum + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_large_tables_of_pair_costs_are_those_that_small_ones_are(seed: int) -> None:
+    passing = Passing(start(random_graph(seed, nodes=6, states=9, density=0.7)))
+    states = padded_states(passing.sizes)
+    edges = np.arange(passing.edges.silent)
+    ends = states[passing.edges.source[edges]], states[passing.edges.target[edges]]
+    at_once = passing.edges.matrices(edges, *ends)
+    with mock.patch.object(padded, "_LARGE", 0):
+        assert (passing.edges.matrices(edges, *ends) == at_once).all()
+
+
+def test_momentum_reaches_higher_bounds_in_as_many_rounds() -> None:
+    def reached(slow: float) -> float:
+        total = 0.0
+        for seed in range(5):
+            passing = Passing(start(random_graph(seed, nodes=30, states=6, density=0.2)))
+            with mock.patch.object(messages, "_SLOW", slow):
+                for _ in range(20):
+                    passing.round()
+            total += passing.swept
+        return total
+
+    assert reached(3) > reached(math.inf) * (1 + 1e-4)
 
 
 def test_what_a_state_adds_is_told_from_the_bound_that_is_given() -> None:
