@@ -8,7 +8,8 @@ and which holds h of M microbatches at most,
     need = c + max(M (f + b + w),  f + tail' + (M - h) f + M (b + w),  f + need',
                    r (f + tail' + b) + ((M - 1) mod h) f + w)                              until everything is done
 
-with r = 1 + (M - 1) // h, the round trips that M microbatches make one after another where h of them are away at once, and tail' and need' of the stages behind it, 0 behind the last. Neither number decides alone, so where Alpa's recurrence
+with r = 1 + (M - 1) // h, the round trips that M microbatches make one after another where h of them are away at once, and
+tail' and need' of the stages behind it, 0 behind the last. Neither number decides alone, so where Alpa's recurrence
 (`autopar.passes.stage.mixed`) keeps the least sum, this one keeps every pair that no other pair beats in both. Which stage
 takes how many units decides as much as their order: a slow stage behind others waits for its first microbatch, one before
 others waits for its first gradient.

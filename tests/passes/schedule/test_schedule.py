@@ -383,7 +383,9 @@ def test_the_least_span_is_that_of_an_ideal_pipeline():
     assert sim.makespan_s(tables.zb_h2(graph, 16), graph, costs.seconds) == pytest.approx(3 + 16 * 3)
     held_s = least_span_s(graph, 16, costs, [4.0] * 4)
     assert held_s == 4 + 3 + 12 + 16 * 2, "the first stage waits for its first microbatch to come back"
-    assert least_span_s(graph, 16, costs, [1.0] * 4) == 16 * 8 + 1, "each microbatch waits for the one before it to come back"
+    assert least_span_s(graph, 16, costs, [1.0] * 4) == 16 * 8 + 1, (
+        "each microbatch waits for the one before it to come back"
+    )
     assert least_span_s(graph, 16, costs, [2.0] * 4) == 8 * 8 + 1 + 1
 
 
