@@ -30,21 +30,25 @@ def least_span_s(graph: StageGraph, microbatches: int, costs: ActionCosts, most_
     """Seconds that no table takes less than. most_held[s]: microbatches that stage s can hold at once.
 
     All the work of a group comes after its first microbatch has reached it; and its first B comes after that microbatch has
-    been to the end and back, before which a group runs nothing but F, and no more than it can hold.
+    been to the end and back, before which a group runs nothing but F, and no more than it can hold. A stage that can hold h
+    microbatches begins the one after the next h when the first of these has come back, so M of them take M / h round trips.
     """
     seconds, M, n = costs.seconds, microbatches, graph.stages
 
     def on_its_way_s(u: int, v: int) -> float:
         return 0.0 if graph.group_of[u] == graph.group_of[v] else link_seconds([(u, v)], costs.comm_s)[0]
 
-    arrives_s, returns_s = [0.0] * n, [0.0] * n
+    arrives_s, returns_s, trip_s = [0.0] * n, [0.0] * n, [0.0] * n
     for s in range(n):
         for u in graph.feeds[s]:
             arrives_s[s] = max(arrives_s[s], arrives_s[u] + seconds[u, "F"] + on_its_way_s(u, s))
     for s in reversed(range(n)):
         returns_s[s] = arrives_s[s] + seconds[s, "F"]
+        away_s = 0.0
         for v in graph.returns[s]:
             returns_s[s] = max(returns_s[s], returns_s[v] + seconds[v, "B"] + on_its_way_s(v, s))
+            away_s = max(away_s, on_its_way_s(s, v) + trip_s[v] + on_its_way_s(v, s))
+        trip_s[s] = seconds[s, "F"] + away_s + seconds[s, "B"]
     spans_s = []
     for stages in graph.groups:
         forward_s = M * sum(seconds[s, "F"] for s in stages)
@@ -52,6 +56,9 @@ def least_span_s(graph: StageGraph, microbatches: int, costs: ActionCosts, most_
         held_s = sum(min(M, most_held[s]) * seconds[s, "F"] for s in stages)
         spans_s.append(min(arrives_s[s] for s in stages) + forward_s + backward_s)
         spans_s.append(min(returns_s[s] for s in stages) + forward_s - held_s + backward_s)
+    for s in range(n):
+        trips, more = divmod(M - 1, min(M, most_held[s]))
+        spans_s.append(arrives_s[s] + (trips + 1) * trip_s[s] + more * seconds[s, "F"] + seconds[s, "W"])
     return max(spans_s)
 
 

@@ -5,9 +5,11 @@ the end of the chain: for a stage of f, b and w seconds of F, B and W, which val
 and which holds h of M microbatches at most,
 
     tail = c + f + tail' + b + c                                   from when values are sent to it until gradients are back
-    need = c + max(M (f + b + w),  f + tail' + (M - h) f + M (b + w),  f + need')              until everything is done
+    need = c + max(M (f + b + w),  f + tail' + (M - h) f + M (b + w),  f + need',
+                   r (f + tail' + b) + ((M - 1) mod h) f + w)                              until everything is done
 
-with tail' and need' of the stages behind it, 0 behind the last. Neither number decides alone, so where Alpa's recurrence
+with r = 1 + (M - 1) // h, the round trips that M microbatches make one after another where h of them are away at once, and
+tail' and need' of the stages behind it, 0 behind the last. Neither number decides alone, so where Alpa's recurrence
 (`autopar.passes.stage.mixed`) keeps the least sum, this one keeps every pair that no other pair beats in both. Which stage
 takes how many units decides as much as their order: a slow stage behind others waits for its first microbatch, one before
 others waits for its first gradient.
@@ -37,11 +39,13 @@ class _Stages:
     c: float
     alone: np.ndarray
     behind: np.ndarray
+    trips: np.ndarray
+    away: np.ndarray
 
     @classmethod
     def starting_at(cls, problem: StageProblem, option: int, l: int, k: int, may_hold: np.ndarray) -> _Stages:
-        """Stages of 1 to k units. alone: M (f + b + w). behind: f + (M - h) f + M (b + w), which comes beside tail'. may_hold: by
-        stages after them."""
+        """Stages of 1 to k units. alone: M (f + b + w). behind: f + (M - h) f + M (b + w), which comes beside tail'. trips: r.
+        away: r (f + b) + ((M - 1) mod h) f + w, which comes beside r tail'. may_hold: by stages after them."""
         o, M = problem.options[option], problem.microbatches
         sums = o.sums
 
@@ -51,7 +55,9 @@ class _Stages:
         f, w, every = of("forward"), of("weights"), of("time")
         peak = np.maximum.accumulate(np.asarray(o.peak_bytes, float)[l : l + k])[:, None, None, None]
         h = most_held(of("resting") + peak, of("held"), o.limit_bytes, may_hold[:, None])
-        return cls(f, every - f - w, problem.enter_s(o)[l] / 2, M * every, f + (M - h) * f + M * (every - f))
+        trips, more = 1 + (M - 1) // h, (M - 1) % h
+        away, behind = trips * (every - w) + more * f + w, f + (M - h) * f + M * (every - f)
+        return cls(f, every - f - w, problem.enter_s(o)[l] / 2, M * every, behind, trips, away)
 
 
 class _Pairs:
@@ -161,7 +167,8 @@ class ApartCuts:
         need_behind, tail_behind = (
             values[l + 1 : l + 1 + k, :many, : S - shift, devices] for values in (pairs.need, pairs.tail)
         )
-        waits = np.maximum(here.alone, np.maximum(here.behind + tail_behind, here.f + need_behind)) + here.c
+        waits = np.maximum(here.alone, np.maximum(here.behind + tail_behind, here.f + need_behind))
+        waits = np.maximum(waits, here.away + here.trips * tail_behind) + here.c
         if counted:
             too_long = np.arange(1, k + 1)[:, None, None, None] > self.dp.fit[option][:, l][None, None, :, None]
             waits = np.where(too_long, np.inf, waits)

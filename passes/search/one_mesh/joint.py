@@ -123,6 +123,11 @@ class JointSearch:
         self.points += [point] if point is not self.fastest else []
         return point.value(price) - price * budget
 
+    def hull_price(self) -> float:
+        """Seconds per byte on the way from the fastest point to the smallest."""
+        small, fastest = self._small or self.smallest(), self.fastest
+        return max((small.seconds - fastest.seconds) / max(fastest.nbytes - small.nbytes, 1.0), 0.0)
+
     def within(self, budget: float, close: float = _HULL_GAP, useless_from_s: float = math.inf) -> Point | Shortage:
         """The fastest point that was found within so many bytes.
 
@@ -205,9 +210,9 @@ class JointSearch:
     def _named_points(self, small: Point) -> list[Point]:
         """Points of the named policies at the price that the smallest one means, from which hulls are walked: a mesh whose
         smallest point does not fit needs none."""
-        price = (small.seconds - self.fastest.seconds) / max(self.fastest.nbytes - small.nbytes, 1.0)
+        price = self.hull_price()
         tried = [policy.name for policy in RECOMPUTE_POLICIES.values() if policy.tried]
-        return [self._sharded(max(price, 0.0), self.policy(name), small) for name in tried]
+        return [self._sharded(price, self.policy(name), small) for name in tried]
 
     def _filled_up(self, point: Point, budget: float) -> Point:
         """The same sharding with fewer values recomputed, where the hull leaves room: the template that recomputes most gets

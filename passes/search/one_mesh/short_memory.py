@@ -22,7 +22,7 @@ from autopar.passes.search.lower_bounds import could_fit, least_bytes
 from autopar.passes.search.microbatches import TasksByCount, microbatch_counts
 from autopar.passes.search.one_mesh.finer import meshes_worth_trying
 from autopar.passes.search.one_mesh.joint import JointSearch
-from autopar.passes.search.one_mesh.within_memory import fastest_within_limit, joint_on, relieved
+from autopar.passes.search.one_mesh.within_memory import HOPELESS, fastest_within_limit, joint_on, relieved
 from autopar.passes.search.task import RankedPlans, Task, account_of
 from autopar.passes.shard.meshes import candidate_meshes
 from autopar.passes.shard.priced_plan import PricedPlan
@@ -55,10 +55,7 @@ class ShortMemorySearch:
 
     def __init__(self, tasks: TasksByCount, without_room: Collection[Question] = ()) -> None:
         """without_room: what is known to be so of the same program in another order, which has as many bytes."""
-        task = tasks.task
-        self.tasks, self.counts, self.best_s = tasks, microbatch_counts(task, tasks.batch), math.inf
-        if task.options.microbatches is None:
-            self.counts = [1, *(M for M in self.counts if M > 1)]
+        self.tasks, self.best_s = tasks, math.inf
         self.byte_price, self.share_s, self.moment_bytes = 0.0, 1.0, 0.0
         self.faster: RankedPlans = []
         self.near: RankedPlans = []
@@ -102,6 +99,12 @@ class ShortMemorySearch:
     def _ranked(self) -> RankedPlans:
         near = (plan for plan in self.near if plan[1].step_s < NEAR * self.best_s)
         return sorted([*self.faster, *near], key=lambda plan: plan[1].step_s)
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """The microbatch counts to try, for which the program is cut once memory is known to be short."""
+        counts = microbatch_counts(self.tasks.task, self.tasks.batch)
+        return [1, *(M for M in counts if M > 1)] if self.tasks.task.options.microbatches is None else counts
 
     @cached_property
     def _meshes(self) -> list[tuple[Mesh, JointSearch]]:
@@ -149,10 +152,8 @@ class ShortMemorySearch:
                 return
             if not self._may_win(_least_s(task, bound_s)):
                 return
-            if self.byte_price:
-                within_s = joint.bound_s(self.byte_price, task.limit - self.moment_bytes)
-                if not self._may_win(self.share_s * _least_s(task, within_s)):
-                    continue
+            if not self._may_win(self._within_s(task, joint)):
+                continue
             candidate = self._plan(task, joint, (mesh, M, offload))
             faster = None if candidate is None else self._kept(task, joint, candidate)
             if candidate is not None:
@@ -164,6 +165,17 @@ class ShortMemorySearch:
             yield faster
             if candidate is not None and not any(t.recompute for t in candidate.plan.stages[0].templates.values()):
                 return
+
+    def _within_s(self, task: Task, joint: JointSearch) -> float:
+        """Seconds that a plan which fits takes at least, about: at the price of a byte at the best plan so far; before there is
+        one at what the mesh's own bytes cost, where plans of another kind are to be beaten and the fastest point is too large."""
+        if self.byte_price:
+            within_s = joint.bound_s(self.byte_price, task.limit - self.moment_bytes)
+            return self.share_s * _least_s(task, within_s)
+        room = task.limit * HOPELESS
+        if self.best_s == math.inf or joint.fastest.nbytes <= room or joint.smallest().nbytes > room:
+            return 0.0
+        return _least_s(task, joint.bound_s(joint.hull_price(), room))
 
     def _may_win(self, bound_s: float) -> bool:
         return bound_s < self.best_s * _WORTH

@@ -2,7 +2,8 @@
 
 `autopar.passes.search.one_mesh.joint` counts bytes that rest and that backward waits for; bytes that live for a moment
 are known after lowering only. So what the joint search may use is found by bisection, between the bytes (as it counts
-them) of a plan whose peak fits and those of one whose peak does not; at last as if a plan needed as much beside them as the best.
+them) of a plan whose peak fits and those of one whose peak does not, or could not; at last as if a plan needed as much beside
+them as the best.
 It ends where the plan that does not fit is hardly faster, and budgets under which there is nothing new are followed by larger
 ones.
 """
@@ -25,7 +26,7 @@ from autopar.passes.shard.solve_mesh import build_problem
 from autopar.plan import Plan
 
 _TRIES = 6
-_HOPELESS = 1.1
+HOPELESS = 1.1
 """A plan that by the joint search's count takes so many times the limit is not lowered to see that it does not fit."""
 _LITTLE = 0.005
 """A plan that could be faster by no more than this, relative, is not looked for."""
@@ -51,19 +52,19 @@ def fastest_within_limit(task: Task, joint: JointSearch, useless_from_s: float =
     """The fastest plan that was found on the joint search's mesh, lowered and within the limit; or the least peak of any.
 
     useless_from_s: a plan that takes so many seconds or more is of no interest. Peaks are more than the joint search counts, so
-    plans that count far too many bytes are not lowered: their peaks are taken to be that.
+    plans that count far too many bytes are not lowered: their peaks are taken to be that, and none is looked for between them.
     """
     best: tuple[float, PricedPlan] | None = None  # with the bytes that its point counts
     too_large: Point | None = None
     least_peak, without_more = math.inf, 0.0
     point, first = joint.fastest, 0
     limit, is_new = task.limit_at(point.problem.mesh), True
-    if point.nbytes > limit * _HOPELESS:
+    if point.nbytes > limit * HOPELESS:
         too_large, point, first = point, joint.smallest(), 1
     for attempt in range(first, _TRIES + 1):
         if is_new:
             peak = point.nbytes
-            if peak <= limit * _HOPELESS:
+            if peak <= limit * HOPELESS:
                 candidate = finished(task, candidate_at(task, point, joint.fastest.seconds))
                 peak = account_of(candidate).peak_bytes
             least_peak = min(least_peak, peak)
@@ -79,7 +80,7 @@ def fastest_within_limit(task: Task, joint: JointSearch, useless_from_s: float =
             continue
         if attempt == _TRIES or too_large is None or _little_to_gain(best[1], too_large):
             break
-        budget = (max(best[0], without_more) + too_large.nbytes) / 2
+        budget = (max(best[0], without_more) + min(too_large.nbytes, limit * HOPELESS)) / 2
         if attempt == _TRIES - 1:
             budget = min(best[0] + limit - account_of(best[1]).peak_bytes, too_large.nbytes)
         result = joint.within(budget, useless_from_s=useless_from_s)

@@ -53,13 +53,14 @@ def fastest_schedule(
 
     apart: what the stages cost with B and W apart; together: with both in one action, as schedules that do not split them
     have it. limits_bytes: what a rank of every group has. useless_from_s: a schedule that takes so many seconds or more is
-    of no interest; one that takes that in any table of its form is not built.
+    of no interest; one that takes that in any table of its form is not built, and none is searched where all that fit take it.
     """
     best: tuple[str, Account] | None = None
     least = no_room = math.inf
     room = _room(apart.graph, apart, limits_bytes)
     one_microbatch = _full_with_one(apart.graph, limits_bytes, room)
-    least_s = {True: _least_step_s(apart, limits_bytes), False: _least_step_s(together, limits_bytes)}
+    least_s = {True: _least_step_s(apart), False: _least_step_s(together)}
+    within_s = _least_step_s(apart, limits_bytes)
     costs = ActionCosts(apart.seconds, apart.hand_over)
     rooms = [room, replace(room, bound=tuple(_LESS_ROOM * nbytes for nbytes in room.bound))]
     for name, space in [(n, r) for n in schedule_names(draft.task, draft) for r in rooms[: 1 + schedule_row(n).timed]]:
@@ -69,6 +70,8 @@ def fastest_schedule(
             continue
         if row.timed and one_microbatch > 1:
             no_room = one_microbatch
+            continue
+        if row.timed and within_s >= to_beat_s:
             continue
         table = schedule_table(name, draft, apart.graph, costs, space)
         if table is None:
@@ -84,20 +87,19 @@ def fastest_schedule(
     return best if best is not None else no_room if least == math.inf else least
 
 
-def _least_step_s(counted: Account, limits_bytes: list[float]) -> float:
-    """Seconds that a step of stages that cost so much takes in any table."""
-    graph = counted.graph
-    memory = [stage.memory for stage in counted.stages]
-    most_held = [
-        _most_held(stage, limits_bytes[graph.group_of[s]] - stage.resting_bytes) for s, stage in enumerate(memory)
-    ]
+def _least_step_s(counted: Account, limits_bytes: list[float] | None = None) -> float:
+    """Seconds that a step of stages that cost so much takes in any table, or in any that keeps to the limits of groups."""
+    graph, most_held = counted.graph, [math.inf] * counted.graph.stages
+    if limits_bytes is not None:
+        memory = [stage.memory for stage in counted.stages]
+        most_held = [_most_held(m, limits_bytes[graph.group_of[s]] - m.resting_bytes) for s, m in enumerate(memory)]
     costs = ActionCosts(counted.seconds, counted.hand_over)
     span_s = least_span_s(graph, counted.microbatches, costs, most_held)
     return counted.read(lambda _: span_s).step_s
 
 
 def _most_held(stage: StageMemory, room: float) -> float:
-    """Microbatches that a stage can hold at once in so many bytes when its first B begins."""
+    """Microbatches that a stage can hold at once in so many bytes: there is room for an F or B beside all others."""
     held = min(moment.after for moment in _moments(stage, "F"))
     beside = max(min(moment.peak for moment in _moments(stage, kind)) for kind in "FB")
     return 1 + max(room - beside, 0.0) * (1 + 1e-9) // held if held > 0 else math.inf

@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
@@ -363,17 +364,14 @@ def test_values_that_skip_stages_come_along_in_the_chain_s_order(name: str) -> N
     data=st.data(),
 )
 def test_no_table_takes_less_than_the_least_span(case, data):
-    """The bound is given the most that a table's stages hold in it before their first B."""
+    """The bound is given the most that a table's stages hold in it at once between F and B."""
     graph, name, m = case
     costs = random_costs(data.draw, graph)
     table = build(name, graph, m, costs=costs if SCHEDULES[name].timed else None)
-    actions = [[(a.kind, a.stage) for a in row] for row in table]
-    held = []
-    for s in range(graph.stages):
-        row = actions[graph.group_of[s]]
-        before = row[: next(i for i, (kind, _) in enumerate(row) if kind == "B")]
-        held.append(sum(step == ("F", s) for step in before))
-    most = [max(h, 1) if len(graph.groups[graph.group_of[s]]) == 1 else m for s, h in enumerate(held)]
+    change = {"F": 1, "B": -1, "W": 0}
+    most = [
+        max(accumulate(change[a.kind] for a in table[graph.group_of[s]] if a.stage == s)) for s in range(graph.stages)
+    ]
     least = least_span_s(graph, m, costs, most)
     assert least <= sim.makespan_s(table, graph, costs.seconds, costs.comm_s) * (1 + 1e-9)
 
@@ -383,8 +381,12 @@ def test_the_least_span_is_that_of_an_ideal_pipeline():
     graph, costs = StageGraph.chain(4), ActionCosts.uniform(4)
     assert least_span_s(graph, 16, costs, [math.inf] * 4) == 3 + 16 * 3
     assert sim.makespan_s(tables.zb_h2(graph, 16), graph, costs.seconds) == pytest.approx(3 + 16 * 3)
-    one_at_a_time = least_span_s(graph, 16, costs, [1.0] * 4)
-    assert one_at_a_time == 4 + 3 + 15 + 16 * 2, "the first stage waits for its first microbatch to come back"
+    held_s = least_span_s(graph, 16, costs, [4.0] * 4)
+    assert held_s == 4 + 3 + 12 + 16 * 2, "the first stage waits for its first microbatch to come back"
+    assert least_span_s(graph, 16, costs, [1.0] * 4) == 16 * 8 + 1, (
+        "each microbatch waits for the one before it to come back"
+    )
+    assert least_span_s(graph, 16, costs, [2.0] * 4) == 8 * 8 + 1 + 1
 
 
 @pytest.mark.parametrize(("p", "m", "memory"), [(4, 8, 4.0), (8, 16, 10.0)])

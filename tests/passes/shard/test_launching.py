@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 import autopar
+from autopar.errors import InfeasibleError
+from autopar.ir.mesh import Mesh
 from autopar.passes.price.pricer import Pricers
 from autopar.passes.shard.evaluate import evaluate
 from autopar.passes.shard.launching import host_is_slower
+from autopar.passes.shard.problem import Problem
 from tests.zoo.models import MODELS, ZooModel
 from tests.zoo.programs import compiled_zoo
 
@@ -35,6 +38,17 @@ def test_a_host_that_launches_nothing_is_never_slower() -> None:
     program = compiled(SMALL[0], autopar.ClusterSpec.local(1))
     pricer = Pricers(program.cluster)[program.plan.stages[0].mesh]
     assert not any(host_is_slower(t, pricer, program.rules) for t in program.ir.templates.values())
+
+
+def test_ops_without_strategies_are_left_to_the_problem_to_refuse() -> None:
+    """Along the axes of a finer mesh ops take what they took elsewhere, which may divide nothing there."""
+    program = compiled(SMALL[0], autopar.ClusterSpec.homogeneous(devices=7, device="h100"))
+    calls = [call for template in program.ir.templates.values() for call in template.op_calls.values()]
+    sharded = {c.signature: [choice for choice in program.rules.rule(c).choices() if choice] for c in calls}
+    pricer = Pricers(program.cluster)[Mesh((("dp", 7),))].narrowed({s: some for s, some in sharded.items() if some})
+    assert all(host_is_slower(t, pricer, program.rules) for t in program.ir.templates.values() if t.op_calls)
+    with pytest.raises(InfeasibleError, match="no choice is left for op"):
+        Problem(program.ir, pricer, program.rules, program.setting)
 
 
 def test_nothing_is_sent_to_save_what_does_not_show() -> None:
