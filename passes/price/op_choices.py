@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar.errors import InfeasibleError
 from autopar.ir.call import OpCall
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Rule, Strategy
@@ -69,7 +70,8 @@ def op_choices(
     choices: Collection[str] | None = None,
 ) -> OpChoices:
     """Every strategy that an op may take on a mesh. sent_s(strategy, computed_s): seconds of messages of its own that so many of
-    work do not hide. choices: what an axis may take (None: whatever the rule allows)."""
+    work do not hide. choices: what an axis may take (None: whatever the rule allows). Raises InfeasibleError where that leaves
+    nothing."""
     table = strategy_table(rule, mesh, choices)
     parts = table.parts(mesh)
     sizes = np.array([f.size for f in rule.factors.values()], int)
@@ -82,6 +84,10 @@ def op_choices(
         )
     else:
         kept = np.flatnonzero(((sizes % parts == 0) & (~table.single | (sizes == parts))).all(1))
+    if not len(kept):
+        raise InfeasibleError(
+            f"no strategy of {call.op} is left on mesh {mesh}: its axes may take {sorted(choices or ())} alone"
+        )
     operands, results = (
         tuple(None if n is None else n[kept] for n in numbers) for numbers in (table.operands, table.results)
     )

@@ -26,7 +26,7 @@ def host_is_slower(template: Template, pricer: Pricer, rules: RuleBook) -> bool:
     if not launch_s:
         return False
     kernels = [call for call in template.op_calls.values() if is_kernel(call.op)]
-    slowest_s = sum(float(pricer.op_choices(call, rules.rule(call)).seconds.max(initial=0.0)) for call in kernels)
+    slowest_s = sum(float(pricer.op_choices(call, rules.rule(call)).seconds.max()) for call in kernels)
     return slowest_s < launch_s * len(kernels)
 
 

@@ -35,7 +35,7 @@ def overlap_shares(program: Program, pricer: Pricer, rules: RuleBook, setting: S
         return OverlapShares()
     templates = program.templates.items()
     compute_s = sum(
-        program.multiplicity[name] * min(pricer.op_choices(call, rules.rule(call)).seconds.tolist(), default=0.0)
+        program.multiplicity[name] * float(pricer.op_choices(call, rules.rule(call)).seconds.min())
         for name, template in templates
         for call in template.op_calls.values()
     )

@@ -130,6 +130,15 @@ def test_a_schedule_whose_form_cannot_beat_what_is_known_is_not_built(monkeypatc
     assert result == chosen(3, 1e9), "what is faster than that is found all the same"
 
 
+def test_no_table_is_searched_in_a_room_that_makes_it_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One microbatch at a time: four round trips of 3 F and 3 B each, and a W."""
+    alone = chosen(3, 25.0, "zb-auto")
+    assert not isinstance(alone, float)
+    assert max(in_flight(alone[1], StageGraph.chain(3))) == 1
+    monkeypatch.setattr(schedule_choice, "schedule_table", lambda *_: pytest.fail("it is too slow in so little room"))
+    assert chosen(3, 25.0, "zb-auto", useless_from_s=25.0) == math.inf
+
+
 def test_where_nothing_fits_the_fullest_group_is_told() -> None:
     assert chosen(3, 18.0) == pytest.approx(36.0 / 18.0)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import autopar
@@ -40,19 +42,19 @@ def test_a_host_that_launches_nothing_is_never_slower() -> None:
     assert not any(host_is_slower(t, pricer, program.rules) for t in program.ir.templates.values())
 
 
-def test_ops_without_strategies_are_left_to_the_problem_to_refuse() -> None:
-    """Along the axes of a finer mesh ops take what they took elsewhere, which may divide nothing there."""
-    program = compiled(SMALL[0], autopar.ClusterSpec.homogeneous(devices=7, device="h100"))
-    calls = [call for template in program.ir.templates.values() for call in template.op_calls.values()]
-    sharded = {c.signature: [choice for choice in program.rules.rule(c).choices() if choice] for c in calls}
-    pricer = Pricers(program.cluster)[Mesh((("dp", 7),))].narrowed({s: some for s, some in sharded.items() if some})
-    assert all(host_is_slower(t, pricer, program.rules) for t in program.ir.templates.values() if t.op_calls)
-    with pytest.raises(InfeasibleError, match="no choice is left for op"):
-        Problem(program.ir, pricer, program.rules, program.setting)
-
-
 def test_nothing_is_sent_to_save_what_does_not_show() -> None:
     """Small blocks on 8 ranks: one message a gradient bucket, and none between ops."""
     program = compiled_zoo(SMALL[0], autopar.ClusterSpec.preset("dgx-h100"))
     assert program.pp == 1
     assert not [c for c in program.account.collectives if not c.what.startswith(("gradient", "regather", "loss"))]
+
+
+@pytest.mark.parametrize("choices", [[], ["sharded"]])
+def test_an_op_that_is_left_without_strategies_is_refused(choices: list[str]) -> None:
+    """Along the axes of a finer mesh ops take what they took elsewhere, which may be nothing or divide nothing there."""
+    program = compiled(SMALL[0], autopar.ClusterSpec.homogeneous(devices=7, device="h100"))
+    calls = [call for template in program.ir.templates.values() for call in template.op_calls.values()]
+    of_ops = {call.signature: [c for c in program.rules.rule(call).choices() if c] if choices else [] for call in calls}
+    pricer = Pricers(program.cluster)[Mesh((("dp", 7),))].narrowed(of_ops)
+    with pytest.raises(InfeasibleError, match=r"no strategy of .* is left on mesh dp=7"):
+        Problem(program.ir, pricer, program.rules, replace(program.setting, microbatches=2))
