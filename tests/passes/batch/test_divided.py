@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar import request as module
 from autopar.ir.program import Program
 from autopar.passes.batch.microbatches import Microbatches
 from autopar.passes.batch.states import batched
+from autopar.request import request as module
 from tests.capture.equal import SGD
 from tests.zoo.models import MODELS, ZooModel
 from tests.zoo.pipelined import captured

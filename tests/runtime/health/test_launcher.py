@@ -16,7 +16,7 @@ import pytest
 from autopar.runtime.checkpoint.run_directory import RunDirectory
 from autopar.runtime.health.launcher import Launcher, launcher
 from tests.runtime.run.test_launch import emitted  # noqa: F401
-from tests.runtime.run.test_train_loop import DATA, final, out, same, wanted, workers  # noqa: F401
+from tests.runtime.run.test_train_loop import DATA, final, out, same, wanted, whole_run, workers  # noqa: F401
 from tests.warm import TORCHRUN, torchrun
 
 ENDED_S = 20.0
