@@ -59,12 +59,12 @@ def test_an_axis_between_rows_and_fast_links_has_any_power_of_two() -> None:
 
 
 def test_experts_get_an_axis_of_their_own_where_that_is_faster() -> None:
-    """Eight ranks of four nodes have the experts, two ranks of a node have rows. The best of the first
-    meshes has the experts on the ranks of a node."""
+    """Ranks of several nodes have the experts, and others the same ones. Of the first meshes the best has one axis, or the experts
+    on the ranks of a node."""
     program = mixture()
     (stage,) = program.plan.stages
-    assert dict(stage.mesh.axes) == {"dp": 4, "ep": 8, "tp": 2}
-    assert program.predicted.step_time_s < 0.999 * on_mesh(program, dp=8, tp=8)
+    assert stage.mesh.sizes["ep"] > 8
+    assert program.predicted.step_time_s < 0.999 * min(on_mesh(program, dp=64), on_mesh(program, dp=8, tp=8))
 
 
 def test_choices_of_ops_are_those_of_all_axes_and_plans() -> None:
