@@ -59,8 +59,8 @@ def test_an_axis_between_rows_and_fast_links_has_any_power_of_two() -> None:
 
 
 def test_experts_get_an_axis_of_their_own_where_that_is_faster() -> None:
-    """Ranks of several nodes have the experts, and others the same ones. Of the first meshes the best has one axis, or the experts
-    on the ranks of a node."""
+    """Ranks of several nodes have the experts, and others the same ones. Of the first meshes the best has one axis, or the
+    experts on the ranks of a node."""
     program = mixture()
     (stage,) = program.plan.stages
     assert stage.mesh.sizes["ep"] > 8
