@@ -11,6 +11,7 @@ No function here checks what it is given; `autopar.passes.schedule.build` does, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from autopar.ir.actions import Action, StageGraph, Table
@@ -124,6 +125,20 @@ def _interleaved(graph: StageGraph, m: int, ahead: int, splits: bool) -> Table:
     return tuple(table)
 
 
+class _Row:
+    """The actions of a group, in order. count: by kind and stage how many microbatches have run."""
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+        self.count: Counter[tuple[str, int]] = Counter()
+
+    def run(self, kinds: str, stage: int) -> None:
+        """Add an action of each kind, of the next microbatch that the stage has for it."""
+        for kind in kinds:
+            self.actions.append(Action(kind, self.count[kind, stage], stage))
+            self.count[kind, stage] += 1
+
+
 def zb_v(graph: StageGraph, m: int) -> Table:
     """ZB-V: stages g and 2p-1-g on group g, so that the group that starts a microbatch also ends it.
 
@@ -135,14 +150,8 @@ def zb_v(graph: StageGraph, m: int) -> Table:
     total = max(m, 2 * p - 1)
     table = []
     for g, (low, high) in enumerate(graph.groups):
-        row: list[Action] = []
-        count = {(kind, s): 0 for kind in "FBW" for s in (low, high)}
-
-        def run(kinds: str, s: int, row: list[Action] = row, count: dict[tuple[str, int], int] = count) -> None:
-            for kind in kinds:
-                row.append(Action(kind, count[kind, s], s))
-                count[kind, s] += 1
-
+        row = _Row()
+        run, count = row.run, row.count
         run("F" * (2 * (p - g) - 1), low)
         for _ in range(g):
             run("F", high)
@@ -159,7 +168,7 @@ def zb_v(graph: StageGraph, m: int) -> Table:
             run("BW", low)
         run("W" * (total - count["W", high]), high)
         run("W" * (total - count["W", low]), low)
-        table.append(tuple(a for a in row if a.microbatch < m))
+        table.append(tuple(a for a in row.actions if a.microbatch < m))
     return tuple(table)
 
 
@@ -176,14 +185,8 @@ def dualpipe_v(graph: StageGraph, m: int) -> Table:
     total = max(m, 2 * p)
     table = []
     for g, (low, high) in enumerate(graph.groups):
-        row: list[Action] = []
-        count = {(kind, s): 0 for kind in "FBW" for s in (low, high)}
-
-        def run(kinds: str, s: int, row: list[Action] = row, count: dict[tuple[str, int], int] = count) -> None:
-            for kind in kinds:
-                row.append(Action(kind, count[kind, s], s))
-                count[kind, s] += 1
-
+        row = _Row()
+        run = row.run
         run("F" * (2 * (p - 1 - g)), low)
         for _ in range(g + 1):
             run("F", low)
@@ -210,5 +213,5 @@ def dualpipe_v(graph: StageGraph, m: int) -> Table:
             waiting.append(low)
         for s in waiting:
             run("W", s)
-        table.append(tuple(a for a in row if a.microbatch < m))
+        table.append(tuple(a for a in row.actions if a.microbatch < m))
     return tuple(table)

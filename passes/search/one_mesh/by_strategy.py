@@ -94,6 +94,8 @@ def _with_finer(task: Task, plans: list[PricedPlan], budget: Mapping[Mesh, float
     """The plans, the first of which fits, with those on finer meshes where these may be faster. budget: bytes by mesh
     that the plans keep to."""
     meshes = meshes_worth_trying(task, ((plan.plan.stages[0].mesh, plan.step_s) for plan in plans))
+    if not meshes:
+        return plans
     budgets = dict.fromkeys(meshes, min(budget.values()))
     try:
         finer, _ = _on_meshes(task, [], budgets, policy, taken_by(plan.plan.stages[0] for plan in plans))

@@ -13,26 +13,14 @@ import torch
 
 import autopar
 from autopar import ClusterSpec, Options
-from autopar.costmodel.estimator.shape import TransformerShape
 from autopar.ir.mesh import Mesh
 from autopar.passes.rules.per_axis import taken_by
 from autopar.passes.shard.meshes import finer_meshes
 from benchmarks.published_models import Transformer
+from benchmarks.sameness import MIXTRAL
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-4)
-MIXTURE = TransformerShape(
-    layers=1,
-    hidden=4096,
-    heads=32,
-    ffn=14336,
-    vocab=32000,
-    seq_len=4096,
-    kv_heads=8,
-    gated_mlp=True,
-    experts=8,
-    topk=2,
-    moe_ffn=14336,
-)
+MIXTURE = replace(MIXTRAL, layers=1)
 H100 = ClusterSpec.preset("dgx-h100", nodes=8)
 
 
