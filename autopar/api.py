@@ -19,7 +19,7 @@ from autopar.capture.examples.inputs import LossFunction
 from autopar.cluster import ClusterSpec, resized
 from autopar.cluster.arrangement import arranged, arrangements, placement_onto
 from autopar.codegen.factories import named_rule
-from autopar.compiled import Decision, Known
+from autopar.compiled import Decision, Known, emitted
 from autopar.errors import ConstraintError, EmitError, InfeasibleError, InputError, NoRoomError, PlanError
 from autopar.forms import captured_for, laid_out_as, setting_for, with_forms, with_others
 from autopar.ir.memory_levers import forced_offload
@@ -44,7 +44,7 @@ from autopar.passes.search.replayed import replayed
 from autopar.passes.search.task import RankedPlans, Task
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import Plan
-from autopar.program import ParallelProgram, emit
+from autopar.program import ParallelProgram
 from autopar.report.pareto import Pareto, pareto_of
 from autopar.report.torch_trace import trace
 from autopar.request import Request, checked_options, make_request
@@ -283,7 +283,8 @@ def _compiled(request: Request, known: Known | None = None, first: ParallelProgr
     candidates = [best, *(candidate for _, candidate in plans[1:])]
     captured = task.batches.captured(task.setting.microbatches)
     again = partial(compile_request, known=known) if first is None else compile_request
-    return emit(request, captured, task, candidates, seconds, again)
+    made = emitted(request, captured, task, candidates, seconds)
+    return ParallelProgram(request, captured, *made, again)
 
 
 def _of_cluster(plan: Plan, owner: Task, listed: ClusterSpec) -> Plan:
@@ -340,7 +341,8 @@ def _smallest(small: SmallPlan, request: Request, task: Task, capture_s: float) 
     candidate = _on_ranks(owner, candidate, placement_onto(request.cluster, owner.cluster))
     seconds = {"capture_s": capture_s, "plan_s": 0.0, "lower_s": 0.0}
     captured = owner.batches.captured(owner.setting.microbatches)
-    return emit(request, captured, owner, [candidate], seconds, compile_request)
+    made = emitted(request, captured, owner, [candidate], seconds)
+    return ParallelProgram(request, captured, *made, compile_request)
 
 
 def _with_memory(request: Request, memory_bytes: float) -> ParallelProgram:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -12,6 +13,8 @@ from torch import nn
 from autopar.capture.exported import Captured
 from autopar.cluster import ClusterSpec
 from autopar.cluster.arrangement import arranged
+from autopar.codegen.pipeline import MovingRows, pipeline_source
+from autopar.codegen.stage import stage_sources
 from autopar.errors import InputError
 from autopar.ir.by_node import ALL_FLAT, ByNode
 from autopar.ir.lowered import LoweredProgram, LoweredStage
@@ -22,7 +25,9 @@ from autopar.passes.account.energy import step_energy_J
 from autopar.passes.account.program import Account
 from autopar.passes.account.spent import Spent, spent
 from autopar.passes.batch.microbatches import Microbatches
+from autopar.passes.check.lines import check_program
 from autopar.passes.memory.step_peaks import peak_kinds
+from autopar.passes.price.by_node import by_node
 from autopar.passes.price.pricer import Pricers
 from autopar.passes.recompute.curve import Curve, curves
 from autopar.passes.rules.book import RuleBook
@@ -301,3 +306,37 @@ class Compiled:
         if not self.training:
             return []
         return curves(self.ir, self.plan, Pricers(self.cluster), self.rules)
+
+
+def emitted(
+    request: Request, captured: Captured, task: Task, candidates: Sequence[PricedPlan], seconds: Mapping[str, float]
+) -> tuple[Decision, Emitted, dict[str, float]]:
+    """The first candidate lowered, checked and printed, with seconds by name; the others become alternatives. task: whose
+    candidates they are; seconds: spent so far."""
+    started = time.perf_counter()
+    best = candidates[0]
+    lowered = best.lowered or task.lower(best.plan)
+    check_program(lowered, task.rules)  # before it is accounted for, which trusts its table
+    best = replace(best, lowered=lowered, account=best.account or task.account(lowered, best.plan))
+    checked = time.perf_counter()
+    decision = Decision.of(task, best, candidates[1:])
+    way = by_node(lowered, request.cluster, best.plan.placement)
+    counted, moving = decision.account, MovingRows()
+    if request.options.rebalance:
+        actions_s = tuple(
+            (float(s["F"]), float(s["B"]), float(s["W"])) for s in (one.seconds for one in counted.stages)
+        )
+        sends_s = {link: float(s) for link, s in counted.hand_over.items()}
+        room = task.most_units(best.plan, counted)
+        moving = MovingRows(room, tuple(map(float, counted.busy_s)), float(counted.step_time_s), actions_s, sends_s)
+    text = _printed(lowered, captured.program, type(request.model).__name__, way, moving)
+    timings = {**seconds, "lower_s": seconds["lower_s"] + checked - started, "emit_s": time.perf_counter() - checked}
+    return decision, text, timings
+
+
+def _printed(lowered: LoweredProgram, program: Program, name: str, way: ByNode, moving: MovingRows) -> Emitted:
+    """The lines as text. name: of the model; way: that collectives go."""
+    sources = stage_sources(lowered.stages, lambda stage: f"Stage {stage.index} of {name} on {stage.mesh}.")
+    ranks = sum(lowered.stages[group[0]].mesh.size for group in lowered.graph.groups)
+    title = f"The pipeline of {name} on {ranks} ranks."
+    return Emitted(lowered, sources, pipeline_source(lowered, program, title, by_node=way, moving=moving), way)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -13,26 +12,20 @@ from typing import Any, TypeVar
 
 import torch
 
+from autopar.batches import Bucketed, bucketed, listed, shapes_of
 from autopar.capture.examples.default_device import with_cpu_as_default
-from autopar.capture.examples.trees import check_like, rebuild
+from autopar.capture.examples.trees import rebuild
 from autopar.capture.export.saved_names import saved_names, saved_state
 from autopar.capture.exported import Captured
 from autopar.cluster import ClusterSpec
 from autopar.cluster.arrangement import arranged
 from autopar.codegen.directory import Contents, EntryContents, FormContents, write_directory
 from autopar.codegen.in_process import InProcess, load
-from autopar.codegen.pipeline import MovingRows, batch_shapes, pipeline_source
-from autopar.codegen.stage import stage_sources
-from autopar.compiled import Alternative, Compiled, Decision, Emitted
+from autopar.compiled import Alternative, Compiled, emitted
 from autopar.errors import AutoparError, EmitError, InfeasibleError, InputError
 from autopar.exchange.exported import Exported, exchangeable, export_plan
-from autopar.ir.by_node import ByNode
-from autopar.ir.lowered import LoweredProgram
-from autopar.ir.program import Program
 from autopar.passes.batch.microbatches import Microbatches
-from autopar.passes.check.lines import check_program
 from autopar.passes.order.ordered import in_order
-from autopar.passes.price.by_node import by_node
 from autopar.passes.search.idle import planned_ranks
 from autopar.passes.search.task import Task
 from autopar.passes.shard.evaluate import evaluate
@@ -53,8 +46,6 @@ from autopar.request import Request
 from autopar.runtime.comm.recorder import Recorder, StepRecord
 from autopar.runtime.data.fields import to_data
 from autopar.runtime.data.schema import is_integer, shown
-from autopar.runtime.errors import GuardError
-from autopar.runtime.guards import InputLike
 from autopar.runtime.program.rows import DataShard
 from autopar.runtime.program.shapes import Shapes
 from autopar.runtime.step.session import FIRST, Session
@@ -253,38 +244,23 @@ class ParallelProgram(Compiled):
 
     def leaves(self, batch: Any) -> list[torch.Tensor]:
         """Tensor leaves of a batch built like the example inputs, of any bucket. Raises InputError when it is not."""
-        return self._bucketed(batch)[1]
+        return self._bucketed(batch).leaves
 
     def for_batch(self, batch: Any) -> tuple[ParallelProgram, list[torch.Tensor]]:
         """The program of the batch's bucket alone, and the batch's tensors padded as it takes them. Raises InputError."""
-        place, _, padded = self._bucketed(batch)
-        if place or not (self.buckets or self.entries):
-            return self.of_buckets[place], padded
-        return replace(self, buckets=(), entries={}, request=replace(self.request, buckets=(), entries={})), padded
+        given = self._bucketed(batch)
+        if given.bucket or not (self.buckets or self.entries):
+            return self.of_buckets[given.bucket], given.padded
+        alone = replace(self.request, buckets=(), entries={})
+        return replace(self, buckets=(), entries={}, request=alone), given.padded
 
-    def _bucketed(self, batch: Any) -> tuple[int, list[torch.Tensor], list[torch.Tensor]]:
-        """The bucket of a batch, its tensors as they are, and padded as the bucket takes them. Raises InputError."""
-        if isinstance(batch, torch.Tensor):
-            batch = (batch,)
-        if isinstance(batch, list):
-            batch = tuple(batch)
-        leaves = check_like(batch, self.captured.exported.input_structure, "the batch")
-        try:
-            place, padded = self._shapes.of(leaves)
-        except GuardError as error:
-            raise InputError(str(error)) from None
-        for leaf, like in zip(padded, self._shapes.buckets[place], strict=True):
-            if tuple(leaf.shape) != like.shape:
-                raise InputError(
-                    f"the batch: input {like.name} has shape {tuple(leaf.shape)}, the program was compiled for {like.shape}; "
-                    "pass batches of that shape, or compile again with an example of the new one"
-                )
-        return place, leaves, list(padded)
+    def _bucketed(self, batch: Any) -> Bucketed:
+        return bucketed(batch, self.captured.exported.input_structure, self._shapes)
 
     @cached_property
     def _shapes(self) -> Shapes:
         """Which bucket a batch belongs to."""
-        return Shapes([_inputs(one) for one in (self, *self.buckets)], self.request.pad_values)
+        return shapes_of(self.of_buckets, self.request.pad_values)
 
     @cached_property
     def in_process(self) -> InProcess:
@@ -319,7 +295,7 @@ class ParallelProgram(Compiled):
         """
         if steps is not None and not is_integer(steps, 0, 1 << 53):
             raise InputError(f"steps must be a whole number from 0 on, got {shown(steps)}")
-        prepared = [self.leaves(b) for b in _batches(batches)]
+        prepared = [self.leaves(b) for b in listed(batches)]
         if not prepared:
             raise InputError("run needs at least one batch")
         count = len(prepared) if steps is None or not self.training else steps
@@ -400,67 +376,10 @@ class ParallelProgram(Compiled):
         task = Task(captured.program, cluster, self.rules, self.setting, request.options, batches, order=plan.order)
         candidate = PricedPlan(plan, evaluate(captured.program, plan, task.pricers, self.rules, self.setting))
         seconds = {"capture_s": self.timings["capture_s"], "plan_s": 0.0, "lower_s": 0.0}
-        return emit(request, captured, task, [candidate], seconds, self.compile_again)
-
-
-def _inputs(program: ParallelProgram) -> list[InputLike]:
-    """The demands on a program's inputs, of the whole batch."""
-    ir, shapes = program.ir, batch_shapes(program.ir, program.plan.microbatches)
-    return [
-        InputLike(name, shape, (type_.dtype,), dim)
-        for (name, type_), dim, shape in zip(ir.inputs, ir.batch_dims, shapes, strict=True)
-    ]
+        made = emitted(request, captured, task, [candidate], seconds)
+        return ParallelProgram(request, captured, *made, self.compile_again)
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters, shared ones under each of their names, and buffers."""
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-
-
-def _batches(batches: Any) -> Iterable[Any]:
-    if isinstance(batches, (torch.Tensor, dict)):
-        return [batches]
-    if isinstance(batches, tuple) and batches and isinstance(batches[0], torch.Tensor):
-        return [batches]
-    if not isinstance(batches, Iterable):
-        raise InputError(f"run needs batches built like the example inputs, not {type(batches).__name__}")
-    return list(batches)
-
-
-def emit(
-    request: Request,
-    captured: Captured,
-    task: Task,
-    candidates: Sequence[PricedPlan],
-    seconds: Mapping[str, float],
-    compile_again: Callable[[Request], ParallelProgram],
-) -> ParallelProgram:
-    """The first candidate lowered, checked and printed; the others become alternatives. task: whose candidates they are.
-    seconds: spent so far, by name."""
-    started = time.perf_counter()
-    best = candidates[0]
-    lowered = best.lowered or task.lower(best.plan)
-    check_program(lowered, task.rules)  # before it is accounted for, which trusts its table
-    best = replace(best, lowered=lowered, account=best.account or task.account(lowered, best.plan))
-    checked = time.perf_counter()
-    decision = Decision.of(task, best, candidates[1:])
-    way = by_node(lowered, request.cluster, best.plan.placement)
-    counted, moving = decision.account, MovingRows()
-    if request.options.rebalance:
-        actions_s = tuple(
-            (float(s["F"]), float(s["B"]), float(s["W"])) for s in (one.seconds for one in counted.stages)
-        )
-        sends_s = {link: float(s) for link, s in counted.hand_over.items()}
-        room = task.most_units(best.plan, counted)
-        moving = MovingRows(room, tuple(map(float, counted.busy_s)), float(counted.step_time_s), actions_s, sends_s)
-    emitted = _printed(lowered, captured.program, type(request.model).__name__, way, moving)
-    timings = {**seconds, "lower_s": seconds["lower_s"] + checked - started, "emit_s": time.perf_counter() - checked}
-    return ParallelProgram(request, captured, decision, emitted, timings, compile_again)
-
-
-def _printed(lowered: LoweredProgram, program: Program, name: str, way: ByNode, moving: MovingRows) -> Emitted:
-    """The lines as text. name: of the model; way: that collectives go."""
-    sources = stage_sources(lowered.stages, lambda stage: f"Stage {stage.index} of {name} on {stage.mesh}.")
-    ranks = sum(lowered.stages[group[0]].mesh.size for group in lowered.graph.groups)
-    title = f"The pipeline of {name} on {ranks} ranks."
-    return Emitted(lowered, sources, pipeline_source(lowered, program, title, by_node=way, moving=moving), way)

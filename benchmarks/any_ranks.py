@@ -32,8 +32,7 @@ from autopar import ClusterSpec
 from autopar.cluster import resized
 from autopar.ir.resting import of_program, on_rank
 from benchmarks.harness import command_line
-from benchmarks.models import Gpt, GptBlock, Llama, LlamaShape, next_token_loss
-from benchmarks.sameness import LLAMA_8B
+from benchmarks.models import LLAMA_8B, LLAMA_70B, Gpt, GptBlock, Llama, LlamaShape, next_token_loss
 from tests.zoo.models import ADAMW
 
 STATE_RANKS = (*range(2, 9), 24, 56, 96, 1000)
@@ -41,7 +40,6 @@ WEAK_RANKS = (16, 24, 32, 56, 64, 96, 128)
 FIXED_RANKS = range(1, 10)
 MOST_STATE, MOST_WEAK, MOST_FIXED = 1.01, 1.02, 1.0 + 1e-9
 """The lines."""
-LLAMA_70B = LlamaShape(layers=80, dim=8192, ffn=28672, heads=64, kv_heads=8, vocab=128256)
 
 
 class Mlp(nn.Module):

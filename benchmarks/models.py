@@ -31,6 +31,8 @@ class LlamaShape:
         return LlamaShape(layers, dim, ffn, heads, max(heads // 4, min(heads, 8)), vocab)
 
 
+LLAMA_8B = LlamaShape(layers=32, dim=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256)
+LLAMA_70B = LlamaShape(layers=80, dim=8192, ffn=28672, heads=64, kv_heads=8, vocab=128256)
 LLAMA_405B = LlamaShape(layers=126, dim=16384, ffn=53248, heads=128, kv_heads=8, vocab=128256)
 
 

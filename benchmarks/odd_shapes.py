@@ -30,10 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import autopar
 from benchmarks.harness import command_line
-from benchmarks.models import Llama, LlamaShape
+from benchmarks.models import LLAMA_8B, LLAMA_70B, Llama, LlamaShape
 
-LLAMA_8B = LlamaShape(layers=32, dim=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256)
-LLAMA_70B = LlamaShape(layers=80, dim=8192, ffn=28672, heads=64, kv_heads=8, vocab=128256)
 DEEP = LlamaShape(layers=1000, dim=25600, ffn=89600, heads=200, kv_heads=50, vocab=32000)
 SEQ = 2048
 ROWS = 4  # sequences a GPU

@@ -25,19 +25,13 @@ from typing import Any
 import torch
 
 import autopar
-from autopar.costmodel.estimator.shape import TransformerShape
 from benchmarks.harness import command_line
-from benchmarks.models import LLAMA_405B, Gpt, Llama, LlamaShape, UNet, next_token_loss
-from benchmarks.published_models import Transformer
+from benchmarks.models import LLAMA_8B, LLAMA_405B, Gpt, Llama, LlamaShape, UNet, next_token_loss
+from benchmarks.published_models import DEEPSEEK_V3, Transformer
 from tests.zoo.models import MODELS
 from tests.zoo.programs import compiled_zoo
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-4)
-LLAMA_8B = LlamaShape(layers=32, dim=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256)
-DEEPSEEK_V3 = TransformerShape(
-    61, 7168, 128, 18432, 129280, 4096, kv_heads=128, gated_mlp=True, experts=256, topk=8, moe_ffn=2048, shared_experts=1,
-    first_dense_layers=3, mla=(1536, 512, 128, 64, 128), name="DeepSeek-V3",
-)  # fmt: skip
 OPENER = Path(__file__).with_name("page_open.js")
 
 

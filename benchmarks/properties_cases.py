@@ -21,9 +21,8 @@ from autopar.cluster import resized
 from autopar.cluster.device import DeviceSpec
 from autopar.costmodel.estimator.shape import TransformerShape
 from benchmarks.calibrated_models import Bags
-from benchmarks.models import LLAMA_405B, Llama, LlamaShape, UNet
-from benchmarks.published_models import Transformer
-from benchmarks.sameness import LLAMA_8B, MIXTRAL
+from benchmarks.models import LLAMA_8B, LLAMA_70B, LLAMA_405B, Llama, LlamaShape, UNet
+from benchmarks.published_models import DEEPSEEK_V3, MIXTRAL, QWEN3_30B, Transformer
 from tests.branching import Driving, driving_loss
 from tests.zoo.models import ADAMW, SGD, token_loss
 from tests.zoo.others import ResNet
@@ -162,36 +161,8 @@ def ids(batch: int, seq: int) -> Tensor:
 
 
 GPT2 = TransformerShape(layers=12, hidden=768, heads=12, ffn=3072, vocab=50304, seq_len=1024, name="gpt2")
-LLAMA_70B = LlamaShape(layers=80, dim=8192, ffn=28672, heads=64, kv_heads=8, vocab=128256)
-QWEN3_30B = TransformerShape(
-    layers=48,
-    hidden=2048,
-    heads=32,
-    head_dim=128,
-    ffn=6144,
-    vocab=151936,
-    seq_len=4096,
-    kv_heads=4,
-    gated_mlp=True,
-    experts=128,
-    topk=8,
-    moe_ffn=768,
-)
-DEEPSEEK_V3 = TransformerShape(
-    layers=61,
-    hidden=7168,
-    heads=128,
-    ffn=18432,
-    vocab=129280,
-    seq_len=4096,
-    gated_mlp=True,
-    experts=256,
-    topk=8,
-    moe_ffn=2048,
-    shared_experts=1,
-    first_dense_layers=1,
-    mla=(1536, 512, 128, 64, 128),
-)
+DEEPSEEK_OF_TWO = replace(DEEPSEEK_V3, first_dense_layers=1)
+"""Of its two layers one is a mixture."""
 EXPERTS: dict[str, Callable[[int], dict[str, int]]] = {
     "ep": lambda n: {"ep": n},
     "dp×ep=2": lambda n: {"dp": n // 2, "ep": 2},
@@ -238,7 +209,11 @@ WORKLOADS: dict[str, Workload] = {
         ),
         Workload("Qwen3", "mixture", functools.partial(published, QWEN3_30B, 2, 64), places(h100=(8, 16, 24)), EXPERTS),
         Workload(
-            "DeepSeek-V3", "mixture", functools.partial(published, DEEPSEEK_V3, 2, 128), places(h100=(32, 64)), EXPERTS
+            "DeepSeek-V3",
+            "mixture",
+            functools.partial(published, DEEPSEEK_OF_TWO, 2, 128),
+            places(h100=(32, 64)),
+            EXPERTS,
         ),
         Workload(
             "8B at 128k",

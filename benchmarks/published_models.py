@@ -1,4 +1,4 @@
-"""The transformer that a `TransformerShape` describes, as plain PyTorch."""
+"""The transformer that a `TransformerShape` describes, as plain PyTorch, and shapes of published mixtures."""
 
 from __future__ import annotations
 
@@ -9,6 +9,38 @@ from torch import Tensor, nn
 import autopar
 from autopar.costmodel.estimator.shape import TransformerShape
 from tests.zoo.transformers import rotary_tables, rotate
+
+MIXTRAL = TransformerShape(
+    layers=32,
+    hidden=4096,
+    heads=32,
+    ffn=14336,
+    vocab=32000,
+    seq_len=4096,
+    kv_heads=8,
+    gated_mlp=True,
+    experts=8,
+    topk=2,
+    moe_ffn=14336,
+)
+QWEN3_30B = TransformerShape(
+    layers=48,
+    hidden=2048,
+    heads=32,
+    head_dim=128,
+    ffn=6144,
+    vocab=151936,
+    seq_len=4096,
+    kv_heads=4,
+    gated_mlp=True,
+    experts=128,
+    topk=8,
+    moe_ffn=768,
+)
+DEEPSEEK_V3 = TransformerShape(
+    61, 7168, 128, 18432, 129280, 4096, kv_heads=128, gated_mlp=True, experts=256, topk=8, moe_ffn=2048, shared_experts=1,
+    first_dense_layers=3, mla=(1536, 512, 128, 64, 128), name="DeepSeek-V3",
+)  # fmt: skip
 
 
 def _norm(shape: TransformerShape) -> nn.Module:

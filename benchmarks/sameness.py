@@ -36,10 +36,9 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import ClusterSpec
-from autopar.costmodel.estimator.shape import TransformerShape
-from benchmarks.models import LLAMA_405B, LlamaShape
+from benchmarks.models import LLAMA_8B, LLAMA_405B
 from benchmarks.models import Llama as LargeLlama
-from benchmarks.published_models import Transformer
+from benchmarks.published_models import MIXTRAL, Transformer
 from tests.branching import Driving, driving_batch, driving_loss
 from tests.differential.suite import OPTION_SETS
 from tests.zoo.models import ADAMW, BY_NAME, MODELS, SGD, token_loss
@@ -151,20 +150,6 @@ def large(make: Callable[[], nn.Module], devices: int, batch: int, seq: int) -> 
     return of_model(model, cluster, (ids, ids), {"optimizer": ADAMW})
 
 
-LLAMA_8B = LlamaShape(layers=32, dim=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256)
-MIXTRAL = TransformerShape(
-    layers=32,
-    hidden=4096,
-    heads=32,
-    ffn=14336,
-    vocab=32000,
-    seq_len=4096,
-    kv_heads=8,
-    gated_mlp=True,
-    experts=8,
-    topk=2,
-    moe_ffn=14336,
-)
 LARGE: dict[str, Callable[[], autopar.ParallelProgram]] = {
     "large 8B on 8": functools.partial(large, functools.partial(LargeLlama, LLAMA_8B, 4096), 8, 16, 4096),
     "large 405B on 16384": functools.partial(large, functools.partial(LargeLlama, LLAMA_405B, 8192), 16384, 2048, 8192),

@@ -47,6 +47,7 @@ ORDER = """
     passes.shard passes.recompute passes.stage passes.branch passes.place
     passes.search
     compiled
+    batches
     exchange
     report
     what_if

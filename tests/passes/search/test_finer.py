@@ -16,8 +16,7 @@ from autopar import ClusterSpec, Options
 from autopar.ir.mesh import Mesh
 from autopar.passes.rules.per_axis import taken_by
 from autopar.passes.shard.meshes import finer_meshes
-from benchmarks.published_models import Transformer
-from benchmarks.sameness import MIXTRAL
+from benchmarks.published_models import MIXTRAL, Transformer
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-4)
 MIXTURE = replace(MIXTRAL, layers=1)
