@@ -162,7 +162,7 @@ def ids(batch: int, seq: int) -> Tensor:
 
 GPT2 = TransformerShape(layers=12, hidden=768, heads=12, ffn=3072, vocab=50304, seq_len=1024, name="gpt2")
 DEEPSEEK_OF_TWO = replace(DEEPSEEK_V3, first_dense_layers=1)
-"""Of its two layers one is a mixture."""
+"""The shape for two layers, one of which is then a mixture."""
 EXPERTS: dict[str, Callable[[int], dict[str, int]]] = {
     "ep": lambda n: {"ep": n},
     "dp×ep=2": lambda n: {"dp": n // 2, "ep": 2},
