@@ -142,6 +142,7 @@ def test_every_bucket_trains_the_same_parameters_as_eager(plan: str, ranks: int)
     assert_equal(program_of(plan, ranks), model(), EPOCH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
 def test_random_plans_of_the_largest_bucket_carry_the_others(seed: int) -> None:
     program = program_of("solver", 4)
@@ -164,13 +165,14 @@ def test_buckets_store_parameters_alike_and_nothing_else_is_given(plan: str) -> 
     assert {b.request.batch for b in program.of_buckets} == set(SAMPLES)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sizes", [(8, 24), (3, 24), (8, 11), (3, 8)])
 def test_every_bucket_can_be_verified(sizes: tuple[int, int]) -> None:
     program = program_of("solver", 2)
     assert autopar.verify(program, model(), batch(*sizes)).ok
 
 
+@pytest.mark.slow
 def test_buckets_with_dropout_and_low_precision_agree_with_one_rank() -> None:
     made = model(dropout=0.2).float()
     program = compiled(2, made, {name: {1: (8, 24)} for name in SIZES}, precision="bf16")

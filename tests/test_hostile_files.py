@@ -205,7 +205,7 @@ NOTES: dict[str, tuple[Reader, Callable[[], bytes]]] = {
 and left out."""
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", NOTES)
 @pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.slow)])
 def test_notes_of_a_run_that_are_damaged_end_nothing_and_take_little(kind: str, count: int, tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_every_number_of_ranks_has_a_program_that_takes_its_weights_from_the_fir
     assert manifest_for(saved, 4).worlds == (1, 2, 3)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -188,6 +188,7 @@ def test_what_is_no_other_number_of_ranks_is_refused(program, tmp_path, also, ki
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_cluster_on_which_nothing_fits_is_named_and_nothing_is_written(program, tmp_path):
     small = autopar.ClusterSpec.local(1, memory_bytes=1000.0)
     with pytest.raises(InfeasibleError) as caught:

@@ -45,7 +45,7 @@ def in_runs(program: autopar.ParallelProgram) -> set[str]:
     return {n for stage in program.plan.stages for n, p in stage.parameters.items() if p.optimizer.run}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [3, 5, 6, 7])
 @pytest.mark.parametrize(("strategy", "microbatches"), [("zero1", 1), ("zero2", 4), ("zero3", 2)])
 def test_what_divides_by_no_number_of_ranks_is_shared_by_all(ranks: int, strategy: str, microbatches: int) -> None:
@@ -94,7 +94,7 @@ def test_the_zoo_equals_one_device_on_odd_numbers_of_ranks(zoo: ZooModel, strate
     assert result.max_error <= 1e-9
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -110,6 +110,7 @@ def test_blocks_and_stages_may_rest_in_runs(options: dict[str, Any]) -> None:
     equal_to_eager(program)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("ranks", "mesh"), [(8, {"dp": 2, "tp": 4}), (4, {"dp": 2, "tp": 2}), (6, {"dp": 3, "tp": 2})])
 @pytest.mark.parametrize("strategy", ["megatron-zero1", "megatron-zero2"])
 def test_the_state_of_a_matrix_of_few_rows_is_a_run_of_its_columns(
@@ -144,7 +145,7 @@ def test_norms_and_scales_do_not_see_what_fills_a_run_up(update: dict[str, Any])
         torch.testing.assert_close(ours.state[name], value, rtol=0, atol=1e-9 * float(value.abs().max() + 1))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("offload", [None, "optimizer", "all"])
 def test_memory_is_what_is_promised(strategy: str, offload: str | None) -> None:
@@ -166,7 +167,7 @@ def test_compressed_gradients_of_runs_train(compression: str) -> None:
     assert abs(losses[-1] - exact[-1]) < 0.02 * exact[-1]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -366,7 +367,7 @@ def equal_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) ->
     return all(torch.equal(value, right[name]) for name, value in left.items())
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "dp"), (2, "zero3"), (5, "zero1"), (6, "zero3")])
 def test_threads_read_the_bits_that_processes_saved(saved: Path, ranks: int, strategy: str) -> None:
     full = torch.load(saved / "full.pt")
@@ -378,7 +379,7 @@ def test_what_torch_alone_writes_of_runs_is_the_same(saved: Path) -> None:
     assert all(torch.equal(stored.read(name), value) for name, value in full.items() if value.dim())
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "strategy"), [(2, "zero1"), (4, "zero3"), (2, "dp")])
 def test_processes_read_and_write_the_same_bits_in_other_runs(
     saved: Path, ranks: int, strategy: str, tmp_path: Path

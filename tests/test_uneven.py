@@ -114,7 +114,7 @@ def test_rows_are_shared_along_the_first_axis_that_does_not_divide_them() -> Non
 # --- right, on any number of ranks
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [3, 5, 6, 7])
 @pytest.mark.parametrize("strategy", ["dp", "zero1", "zero2", "zero3", "auto"])
 @pytest.mark.parametrize("zoo", MODELS, ids=str)
@@ -138,7 +138,7 @@ def program_of(zoo: ZooModel, ranks: int) -> autopar.ParallelProgram:
     )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("zoo", MODELS, ids=str)
 def test_random_plans_with_shares_equal_one_device(zoo: ZooModel, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("ranks", "rows", "options"),
     [
@@ -283,7 +283,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return worked(3, "megatron-tp", "new", tmp_path_factory.mktemp("saved"))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "dp"), (2, "zero3"), (7, "zero1"), (4, "megatron-tp")])
 def test_threads_read_the_bits_of_unequal_blocks(saved: Path, ranks: int, strategy: str) -> None:
     full = torch.load(saved / "full.pt")
@@ -296,7 +296,7 @@ def test_what_torch_alone_writes_of_unequal_blocks_is_the_same(saved: Path) -> N
     assert all(torch.equal(stored.read(name), value) for name, value in full.items() if value.dim())
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "strategy"), [(2, "megatron-tp"), (4, "zero3")])
 def test_processes_read_and_write_the_same_bits_in_other_blocks(
     saved: Path, ranks: int, strategy: str, tmp_path: Path
@@ -314,7 +314,7 @@ def test_odd_models_and_odd_batches_train(ranks: int, rows: int) -> None:
     equal_to_eager(compiled(ranks, rows, strategy="zero3"), rows)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 @pytest.mark.parametrize(("large", "small"), [(17, 9), (16, 7), (18, 12)])
 def test_buckets_of_any_sizes_share_one_set_of_weights(strategy: str, large: int, small: int) -> None:

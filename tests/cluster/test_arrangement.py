@@ -40,7 +40,7 @@ def compiled(cluster: ClusterSpec, **options: object) -> autopar.ParallelProgram
     )
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", random.Random(3).sample(PAIRS, 2), ids="-".join)
 @pytest.mark.parametrize("pp", [None, 2])
 def test_the_four_orders_of_two_kinds_of_nodes_give_one_plan_and_one_time(

@@ -101,6 +101,7 @@ def interrupted(programs: tuple[autopar.ParallelProgram, autopar.ParallelProgram
     assert not (out / "manifest.json").exists()
 
 
+@pytest.mark.slow
 def test_an_interrupted_program_runs(programs, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     interrupted(programs, tmp_path / "out")
     done = torchrun(1, tmp_path / "out" / "run.py", "--steps", "2")

@@ -39,6 +39,7 @@ def test_the_first_order_is_near_where_failures_are_rare(write_s, down_s):
     assert goodput(700.0, saving, failures) == pytest.approx(expected(700.0, saving, failures), abs=0.003)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("saving", [Saving(60.0), Saving(2.0, 30.0), Saving(20.0, 600.0)])
 def test_the_interval_that_is_chosen_is_as_good_as_any(saving):
     failures = Failures(10000.0, 300.0)

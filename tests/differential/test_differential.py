@@ -34,7 +34,7 @@ def check(name: str, options: str) -> None:
         assert name in REFUSED, got.what
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "options"), [(n, [*OPTION_SETS][k % len(OPTION_SETS)]) for k, n in enumerate(FAST)])
 def test_a_selection_equals_eager_or_is_refused(name: str, options: str) -> None:
     check(name, options)

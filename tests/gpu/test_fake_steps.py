@@ -50,7 +50,7 @@ def compiled(name: str, ranks: int, precision: str | None, model: nn.Module | No
     return compiled_zoo(zoo, cluster, model=model, optimizer=ADAMW, options=options)  # torch cannot fake the fused SGD
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("name", NAMES)
 def test_records_of_steps_on_fake_gpus_are_equal_and_hold_nothing_that_a_graph_cannot(

@@ -108,6 +108,7 @@ def test_a_microbatch_more_casts_no_parameter_and_no_gradient() -> None:
     assert sum(more.values()) <= 2 * EAGER_LAUNCHES, table(4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_parameters_are_cast_by_one_kernel_a_step(microbatches: int) -> None:
     times = by_op(launched(3, microbatches))[0]

@@ -115,7 +115,7 @@ def assert_the_host_runs_ahead(found: Simulated, options: str) -> None:
         assert budget.of(LATE, step)
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("options", CASES)
 def test_a_small_program_is_in_order(options: str) -> None:
     found = simulate(BY_NAME["mlp"], options)
@@ -123,7 +123,7 @@ def test_a_small_program_is_in_order(options: str) -> None:
     assert_the_host_runs_ahead(found, options)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", CASES)
 @pytest.mark.parametrize("zoo", OTHERS, ids=str)
 def test_a_program_is_in_order(zoo: ZooModel, options: str) -> None:
@@ -160,7 +160,7 @@ def told_in(budget: Budget) -> list[str]:
     return [one.action for one in budget.of(COPY, 2) if (one.op, one.nbytes) == ("copy_", 16)]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_rows_of_a_pipelines_mixtures_are_told_of_when_all_is_computed(schedule: str) -> None:
     """Rows travel in the first of two stages, or in both."""
@@ -279,7 +279,7 @@ def test_the_host_waits_one_step_late_for_the_loss_the_norm_and_the_guards() -> 
         assert waits == {1: [0, 0], 2: [0, 3], 3: [0, 3], 11: [0, 5], 12: [0, 3]}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("options", ["dp", "tp", "zero3", "1f1b", "dp4, bf16, microbatches"])
 @pytest.mark.parametrize("name", ["moe", "lstm", "gru"])
 def test_the_host_waits_for_neither_experts_nor_recurrent_layers(name: str, options: str) -> None:
@@ -326,6 +326,7 @@ def copied(session: Session) -> None:
         value.clone()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", ["dp", "zero3", "1f1b"])
 def test_state_is_copied_before_it_is_written_to_files(options: str) -> None:
     found = simulate(BY_NAME["mlp"], options, copied)

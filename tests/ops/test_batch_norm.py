@@ -95,7 +95,7 @@ def batch(rank: int) -> tuple[Tensor, Tensor]:
 NORMS = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(

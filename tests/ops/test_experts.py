@@ -198,6 +198,7 @@ def test_rows_that_travel_to_their_experts_give_the_loops_values_and_gradients_a
     sweep(600)
 
 
+@pytest.mark.few(17)
 @pytest.mark.parametrize("promise", [(1.25, "chunk"), (10.0, "stop")], ids=str)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(("ranks", "experts", "tokens"), [(2, 3, (3,)), (3, 8, (7, 2)), (3, 4, (6,)), (7, 60, (9,))])

@@ -172,14 +172,14 @@ def test_a_vocabulary_that_does_not_divide_is_in_blocks_of_unequal_size(name: st
     assert_eagers(program)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_random_plans_are_eagers(seed: int) -> None:
     program = compiled(LOSSES["smoothed" if seed % 2 else "weighted"])
     assert_eagers(program.with_plan(autopar.random_plan(program, seed)))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options", [{"microbatches": 4, "pp": 2, "schedule": "zb-h1"}, {"microbatches": 2}, {"recompute": "full"}]
 )

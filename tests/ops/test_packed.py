@@ -79,7 +79,7 @@ def test_packed_documents_are_eagers_with_keys_whole_and_in_a_ring(given: str, c
             assert autopar.verify(form, model, batch(given, 2, 32, seed)).max_error <= 1e-9
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("given", GIVEN)
 def test_random_plans_of_packed_documents_are_eagers(given: str) -> None:
     program, model = compiled(given, "tril")

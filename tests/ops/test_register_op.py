@@ -83,6 +83,7 @@ def compiled(ranks: int, plan: autopar.Plan | None = None) -> autopar.Program:
     return autopar.compile(model(), cluster, batch(), loss_fn=loss_fn, optimizer=OPTIMIZER, plan=plan)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_model_with_registered_ops_trains_as_on_one_device(ranks: int) -> None:
     assert autopar.verify(compiled(ranks), model(), batch()).max_error <= 1e-9
@@ -94,7 +95,7 @@ def check_plan(ranks: int, seed: int) -> None:
     assert result.max_error <= 1e-9, result.errors
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("ranks", "seed"), [(2, 0), (2, 1), (4, 0), (4, 1), (4, 2), (4, 3)])
 def test_registered_ops_compute_the_same_under_random_plans(ranks: int, seed: int) -> None:
     check_plan(ranks, seed)

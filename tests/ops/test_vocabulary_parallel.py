@@ -48,7 +48,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", LOSSES)
 def test_vocabulary_parallel_cross_entropy_never_gathers_the_logits(name: str) -> None:
     torch.manual_seed(0)

@@ -177,7 +177,7 @@ class Together(Trust):
             p.sub_(p.grad / total, alpha=self.param_groups[0]["lr"])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("factory", [torch.optim.Adafactor, muon_and_adam, Trust])
 @pytest.mark.parametrize("mesh", [{"dp": 4}, {"dp": 2, "tp": 2}])
 def test_optimizers_of_whole_tensors_get_them_whole(factory, mesh):
@@ -269,7 +269,7 @@ def groups(named_parameters):
     )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_groups_scheduler_clipping_and_scaling_together_equal_one_device(program):
     cosine = functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=5)
     rule = UpdateRule(groups, cosine, autopar.ClipNorm(0.1), loss_scaling=autopar.LossScaling(), compensated=True)

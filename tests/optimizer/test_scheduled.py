@@ -12,7 +12,7 @@ from autopar.runtime.update.update_rule import UpdateRule
 from tests.optimizer.test_optimizers import compiled, equal_to_eager, program, with_update  # noqa: F401
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_a_plateau_is_judged_by_the_loss(program):  # noqa: F811
     plateau = functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0, threshold=0.5)
     rule = UpdateRule(functools.partial(torch.optim.SGD, lr=0.5), plateau)
@@ -52,6 +52,7 @@ class OwnPlateau:
         return {"best": self.best}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("scheduler", [warm_then, OwnPlateau])
 def test_any_scheduler_that_takes_a_metric_is_told_the_loss(program, scheduler):  # noqa: F811
     rule = UpdateRule(functools.partial(torch.optim.SGD, lr=0.5), scheduler)

@@ -56,7 +56,7 @@ def test_what_has_no_name_to_import_is_refused(rule: UpdateRule, words: str, tmp
         with_update(compiled(1), rule).save(tmp_path)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"strategy": "zero3", "mesh": {"dp": 2}, "microbatches": 4}, {"pp": 2, "microbatches": 4}]
 )

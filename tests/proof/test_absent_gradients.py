@@ -108,7 +108,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("plan", PLANS)
 def test_experts_that_nobody_chose_stay_as_they_are_on_every_plan(plan: str) -> None:
     model = Model()

@@ -46,7 +46,7 @@ def test_gradients_are_reduced_by_microbatch_where_a_strategy_says_so() -> None:
     assert not any(p.by_microbatch for p in zero1.lowered.stages[0].parameters.values())
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("zoo", MODELS, ids=str)
 def test_the_step_is_that_of_eager(zoo: ZooModel, name: str) -> None:

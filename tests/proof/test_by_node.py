@@ -63,7 +63,7 @@ def test_data_parallel_steps_are_eagers(strategy: str, count: int, places: int) 
         assert peak == pytest.approx(program.predicted.peak_bytes, rel=0.02)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("options", "axes"),
     [

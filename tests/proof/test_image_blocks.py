@@ -117,7 +117,7 @@ def carried(form: str, ranks: int, seeds: range) -> int:
     return count
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @every_form
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_random_plans_that_cut_images_equal_one_device(form: str, ranks: int) -> None:

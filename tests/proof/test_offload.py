@@ -72,7 +72,7 @@ def assert_kept(program: autopar.Program, batch: Any) -> None:
 # --- results
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("offload", KINDS)
 @pytest.mark.parametrize("plan", ["dp", "zero3", "1f1b", "zb-h1"])
 def test_offload_changes_no_bit(plan: str, offload: str) -> None:
@@ -80,7 +80,7 @@ def test_offload_changes_no_bit(plan: str, offload: str) -> None:
     assert same(plain.run(GPT.batch(1), steps=3), moved.run(GPT.batch(1), steps=3))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("offload", KINDS)
 @pytest.mark.parametrize("plan", ["zero3", "zb-h1"])
 @pytest.mark.parametrize("name", ["gpt2", "resnet"])

@@ -130,6 +130,7 @@ def test_each_process_holds_only_its_shard_of_the_weights(trained: Callable[[str
             assert sum(math.prod(shape) for shape in got["held"].values()) == full // share
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_goes_on_on_four_under_another_plan(trained: Callable[[str], Trained]) -> None:
     first, _, out = trained("2-zero3")
     second = compiled(4, mesh={"dp": 2, "tp": 2})

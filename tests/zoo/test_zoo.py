@@ -56,14 +56,14 @@ def test_the_model_is_seeded_and_trains_in_eager(zoo: ZooModel) -> None:
     assert bool(silent) == bool(zoo.tags & {"unused", "frozen"}), silent
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @every_model
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_training_equals_one_device(zoo: ZooModel, ranks: int) -> None:
     assert_equal_to_one_device(zoo, compiled(zoo.name, ranks))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @every_model
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_inference_equals_one_device(zoo: ZooModel, ranks: int) -> None:
@@ -96,7 +96,7 @@ def check_random_plan(zoo: ZooModel, ranks: int, seed: int, training: bool = Tru
     assert_equal_to_one_device(zoo, program, training)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @every_model
 @pytest.mark.parametrize("seed", range(RANDOM_PLANS_IN_CI))
 def test_a_random_plan_equals_one_device(zoo: ZooModel, seed: int) -> None:

@@ -96,7 +96,7 @@ def test_dropout_is_off_in_eval_mode_and_on_in_train_mode() -> None:
     assert [any(t.random for t in p.ir.templates.values()) for p in (on, off)] == [True, False]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("draw", ["rand_like", "randn", "bernoulli", "gumbel", "alpha_dropout", "randint", "uniform_"])
 def test_random_numbers_of_every_kind_do_not_depend_on_the_plan(draw: str) -> None:
     def forward(net: Net, x: Tensor) -> Tensor:

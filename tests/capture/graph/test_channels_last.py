@@ -86,6 +86,7 @@ def test_such_programs_compute_what_eager_does(how: str) -> None:
     assert autopar.verify(program, *made(how)).ok
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["weights", "inside", "both"])
 def test_memory_is_not_more_than_is_promised(how: str) -> None:
     """Copies that a processor's pool makes of images whose channels lie apart are counted, and not made here."""

@@ -36,7 +36,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_gaussian_likelihood_trains_as_in_eager(name: str) -> None:
     assert_equal_to_eager(Gaussian(), (X, Y), LOSSES[name])

@@ -209,6 +209,7 @@ def test_an_index_that_cannot_be_out_of_range_is_not_checked(case: str) -> None:
     assert not checks(program)
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("case", INTEGERS)
 def test_a_range_of_integers_holds_all_that_is_computed(case: str) -> None:
     """The oracle is eager, on random integers of either sign."""

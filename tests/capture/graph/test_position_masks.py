@@ -40,7 +40,7 @@ def attending(
     return make_fx(attend, tracing_mode="fake", pre_dispatch=True)(*inputs), inputs
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("limit", [10, 1 << 20], ids=["intervals", "values"])
 @pytest.mark.parametrize("key_first", [False, True], ids=["query first", "key first"])
 @pytest.mark.parametrize(("queries", "keys"), [(6, 6), (4, 8), (8, 4), (1, 8)])

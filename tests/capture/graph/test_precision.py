@@ -248,7 +248,7 @@ def test_a_model_in_16_bits_has_no_master_weights_to_keep() -> None:
 # --- casts
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("zoo", MODELS, ids=str)
 def test_blocks_that_were_equal_stay_one_template(zoo: ZooModel) -> None:
     targets = zoo.targets if isinstance(zoo.targets, int) and zoo.loss_fn is not None else 0

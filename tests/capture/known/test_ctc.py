@@ -75,7 +75,7 @@ CASES: dict[str, tuple[Forward, tuple[Tensor, ...]]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CASES)
 def test_the_loss_equals_eager(name: str) -> None:
     forward, batch = CASES[name]

@@ -75,6 +75,7 @@ def test_a_loop_is_understood_and_equal(form: type[nn.Module]) -> None:
     assert set(proof.sometimes.numbers) == (set() if form in ALWAYS_ALL else experts)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.slow if kind is forms.SwiGlu else ()) for kind in KINDS[1:]]
 )

@@ -122,7 +122,7 @@ def compiled(model: nn.Module, plan: autopar.Plan | None = None, **options: Any)
     )
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("experts", "forward"), [(LoopOverHits, without_loop), (LoopOverModules, all_experts)])
 def test_a_loop_over_experts_trains_on_four_ranks_as_on_one(experts: Any, forward: Callable[..., Tensor]) -> None:
     autopar.forward_of(experts, integers=4)(forward)

@@ -230,7 +230,7 @@ def activation(name: str) -> Case:
 MORE |= {name: activation(name) for name in ACTIVATIONS}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_equals_eager(name: str) -> None:
     check(LAYERS[name])

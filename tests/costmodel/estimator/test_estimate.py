@@ -173,6 +173,7 @@ def test_a_device_without_the_dtype_is_named():
         one(machine="dgx-a100", precision="fp8")
 
 
+@pytest.mark.slow
 def test_search_finds_a_plan_for_405b_and_orders_it():
     cluster = ClusterSpec.preset("dgx-h100", nodes=256)
     result = search(LLAMA405B, cluster, batch=512)

@@ -203,7 +203,7 @@ def bill(program: autopar.Program) -> list[float]:
     return found
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @every_model
 def test_actions_and_the_end_of_the_step_are_ops_collectives_and_optimizer(zoo: ZooModel) -> None:
     """Two walks over a pipeline: by action, where work hides messages, and by kind of cost."""
@@ -216,7 +216,7 @@ def test_actions_and_the_end_of_the_step_are_ops_collectives_and_optimizer(zoo: 
             assert m * sum(counted.seconds.values()) + counted.step_s + hidden_s == pytest.approx(total, rel=1e-9)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @every_model
 def test_a_step_is_at_least_the_busiest_group_and_at_most_all_in_a_row(zoo: ZooModel) -> None:
     program = on_ranks(zoo.name, 4, 4)

@@ -46,7 +46,7 @@ def part(program: autopar.Program, parts: int) -> Program:
     return Microbatches(program.captured, program.rules).at(parts)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("zoo", MODELS, ids=str)

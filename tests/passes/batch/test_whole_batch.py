@@ -136,7 +136,7 @@ def eager(program: autopar.Program, batch: Any, loss: Loss, pieces: int = 1) -> 
     return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("m", [2, 4, BATCH])
 @pytest.mark.parametrize("loss", MEANS, ids=lambda f: f.__name__)
 def test_a_mean_over_what_counts_is_that_of_the_whole_batch(loss: Loss, m: int) -> None:
@@ -252,7 +252,7 @@ def test_a_masked_mean_over_several_calls_of_a_model_of_ones_own() -> None:
         assert autopar.verify(made, program.model, batch).ok, made.plan.show_meshes()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [ignoring, two_denominators, summed], ids=lambda f: f.__name__)
 def test_stages_agree_about_what_is_counted(loss: Loss) -> None:
     program = compiled(loss, 4, ranks=4, pp=1)

@@ -123,7 +123,7 @@ def test_a_gradient_comes_back_exactly_where_the_value_carries_one() -> None:
     assert kinds == {True, False}, "the mask carries none"
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @every_model
 @pytest.mark.parametrize("stages", [2, 3, 5])
 def test_crossings_are_what_the_calls_read(zoo: ZooModel, stages: int) -> None:
@@ -303,7 +303,7 @@ def lowers(zoo: ZooModel, training: bool, seeds: range, m: int = 3) -> None:
         assert gradients <= {t.name for t in lowered.transfers if t.kind == "value"}
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @every_model
 @pytest.mark.parametrize("training", [True, False])
 def test_lowering_any_cut_passes_the_checker(zoo: ZooModel, training: bool) -> None:

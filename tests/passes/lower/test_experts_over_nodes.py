@@ -36,7 +36,7 @@ def program(overlap: str, crowded: bool = False, nodes: int = 2, inside: int = 2
     return made.with_plan(overlapping(made.plan, overlap))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("crowded", [False, True], ids=["even", "in more pieces than planned"])
 def test_it_computes_what_eager_does(overlap: str, crowded: bool) -> None:

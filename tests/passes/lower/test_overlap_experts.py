@@ -116,7 +116,7 @@ def test_the_shared_expert_runs_while_rows_travel(kind: str) -> None:
     assert program("any").predicted.step_time_s < 0.97 * program("").predicted.step_time_s
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("overlap", OVERLAPS[1:])
 @pytest.mark.parametrize("crowded", [False, True], ids=["even", "in more pieces than planned"])
 def test_no_bit_changes(overlap: str, crowded: bool) -> None:
@@ -124,7 +124,7 @@ def test_no_bit_changes(overlap: str, crowded: bool) -> None:
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_it_computes_what_eager_does(overlap: str) -> None:
     assert autopar.verify(program(overlap), model(), batch()).ok

@@ -64,7 +64,7 @@ def test_pieces_compute_what_eager_does(kind: str, count: int) -> None:
     assert verify(program, model_of(kind), batch()).ok
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_random_plans_in_pieces_compute_what_eager_does(seed: int) -> None:
     kind = ("llama", "moe", "gpt2")[seed % 3]

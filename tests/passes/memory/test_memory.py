@@ -76,7 +76,7 @@ def test_delaying_w_costs_memory() -> None:
     assert sum(under(program, delayed)) > sum(under(program, at_once))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("zoo", MODELS, ids=str)
 def test_inference_holds_nothing_between_microbatches(zoo: ZooModel) -> None:
     program = on_ranks(zoo.name, 4, 3, training=False)

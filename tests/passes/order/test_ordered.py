@@ -102,7 +102,7 @@ def test_random_plans_of_a_program_in_order_at_length(name: str, order: int) -> 
         assert verify(program.with_plan(random_plan(program, seed)), model, tokens()).ok
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -206,6 +206,7 @@ def test_a_plan_whose_order_the_model_cannot_have_is_refused() -> None:
         program.with_plan(replace(program.plan, order=2))
 
 
+@pytest.mark.slow
 def test_buckets_each_have_their_sequence_in_order() -> None:
     torch.manual_seed(0)
     model = Learned()

@@ -178,6 +178,7 @@ def llama(recompute: str, share: float | None = None, **options: object) -> Para
     return llama_on(recompute=recompute, layers=3, microbatches=1, **given)
 
 
+@pytest.mark.slow
 def test_policies_trade_memory_for_time() -> None:
     none, selective, full = llama("none"), llama("selective"), llama("full")
     assert none.predicted.peak_bytes > selective.predicted.peak_bytes > full.predicted.peak_bytes

@@ -114,6 +114,7 @@ def by_size(test):
     return pytest.mark.parametrize("row", rows)(test)
 
 
+@pytest.mark.few(3)
 @by_size
 def test_the_automatic_scheduler_reaches_the_paper(row):
     """The paper's layers hold 34 sbh + 5 a s^2 b bytes between F and B and 32 sbh between B and W."""

@@ -154,6 +154,7 @@ def test_a_plan_with_branches_is_replayed_from_its_json() -> None:
     assert again.pipeline == program.pipeline
 
 
+@pytest.mark.slow
 def test_cheap_links_need_no_branches() -> None:
     program = compiled(fast_network())
     assert len(program.plan.stages) == 1

@@ -100,6 +100,7 @@ def llama_joint(policy: str | None = None) -> tuple[Program, JointSearch]:
     return program.ir, JointSearch(program.ir, build, fixed=policy)
 
 
+@pytest.mark.slow
 def test_a_transformer_is_no_slower_than_under_any_policy_at_any_budget() -> None:
     _, joint = llama_joint()
     fixed = {name: llama_joint(name)[1] for name in ("none", "selective", "full")}

@@ -33,7 +33,7 @@ from tests.zoo.pipelined import on_ranks
 MESHES = [Mesh.of(dp=1), Mesh.of(dp=4), Mesh.of(dp=2, tp=2)]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("width", [16, 4096], ids=["launches decide", "products decide"])
 def test_no_rank_is_busy_for_less_than_the_bound(width: int, mesh: Mesh) -> None:
@@ -71,7 +71,7 @@ def test_inputs_that_rest_or_are_shared_cost_nothing() -> None:
     assert 0.99 * received.nbytes < least_held_bytes(second, "full") <= received.nbytes
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-auto", *IN_A_LOOP, *IN_A_V])
 @pytest.mark.parametrize("seed", range(3))
 def test_no_pipeline_peaks_below_the_bound(schedule: str, seed: int) -> None:

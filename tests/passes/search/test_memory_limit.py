@@ -62,6 +62,7 @@ def test_training_needs_more_than_parameters_gradients_and_adamw() -> None:
     assert needed() > held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -106,6 +107,7 @@ def test_a_limit_just_below_the_peak_stops_and_at_the_peak_does_not() -> None:
         train_within(program, given, max(peaks) - 1)
 
 
+@pytest.mark.slow
 def test_one_rank_alone_cannot() -> None:
     """The limit is real: without other ranks the model does not fit, and the compiler says so."""
     with pytest.raises(autopar.InfeasibleError):

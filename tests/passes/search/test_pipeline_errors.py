@@ -94,6 +94,7 @@ def test_a_forced_strategy_counts_the_ranks_of_a_stage() -> None:
     assert piped(pp=2, microbatches=4, strategy="zero3").pp == 2
 
 
+@pytest.mark.slow
 def test_memory_that_no_cut_can_meet_says_what_would() -> None:
     text = message(NoRoomError, lambda: piped(pp=2, memory_bytes=500))
     short = re.search(

@@ -108,6 +108,7 @@ def test_where_no_plan_fits_in_one_order_none_is_looked_for_in_another(monkeypat
     assert list(again.plans(math.inf)) == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("faster", [0.9, 0.97, 1.0])
 def test_plans_slower_than_those_of_another_kind_bound_only_what_does_not_win(
     faster: float, monkeypatch: pytest.MonkeyPatch

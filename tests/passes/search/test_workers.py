@@ -337,6 +337,7 @@ def test_the_plans_are_the_same_where_memory_is_short() -> None:
     assert told(search_plans(task(8, workers=2, memory_bytes=limit), BATCH)) == alone
 
 
+@pytest.mark.slow
 def test_what_is_short_is_told_alike() -> None:
     texts = set()
     for count in (1, 3):

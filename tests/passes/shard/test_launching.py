@@ -23,6 +23,7 @@ def compiled(zoo: ZooModel, cluster: autopar.ClusterSpec) -> autopar.ParallelPro
     return compiled_zoo(zoo, cluster, options=autopar.Options(mesh={"dp": cluster.size}))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("zoo", SMALL, ids=str)
 def test_where_the_host_is_slower_it_is_what_the_solver_counts(zoo: ZooModel) -> None:
     program = compiled(zoo, autopar.ClusterSpec.homogeneous(devices=1, device="h100"))

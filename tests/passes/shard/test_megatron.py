@@ -77,7 +77,7 @@ def test_a_llama_gathers_and_scatters_the_sequence_as_often_as_korthikanti_count
         assert spec == ("[@tp, .]" if column else "[., @tp]" if row else "[.]"), name
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 2)])
 @pytest.mark.parametrize(
     ("name", "width_bytes", "sent"),
@@ -138,7 +138,7 @@ def test_a_program_without_products_of_weights_says_so() -> None:
     assert_equal_to_one_device(BY_NAME["audio"], program)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("axes", [{"dp": 1, "tp": 2}, {"dp": 1, "cp": 2, "tp": 2}], ids=["tp", "cp tp"])
 @pytest.mark.parametrize(
     "shape",

@@ -55,6 +55,7 @@ def test_parameters_are_sharded_over_the_power_of_two_of_the_ranks() -> None:
     assert all("dp" in spec.axes for spec in weights)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["mlp", "llama"])
 def test_programs_on_an_odd_part_and_a_power_of_two_equal_eager(name: str) -> None:
     """Memory is short enough that parameters are sharded over `dp` and replicated over `replica`."""

@@ -26,7 +26,7 @@ def parking(zoo: ZooModel, capacity_bytes: float = 1e12, **options: Any) -> auto
     )
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("zoo", MODELS, ids=str)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_no_plan_parks_less_than_the_bound(zoo: ZooModel, recompute: str) -> None:

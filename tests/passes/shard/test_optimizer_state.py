@@ -56,7 +56,7 @@ def state_bytes(program: autopar.ParallelProgram) -> tuple[float, float]:
     return solver[0] - solver[1], account[0] - account[1] - beyond_mean
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("factory", [muon_and_adam, momentum_and_adam, momentum_below_adam])
 def test_solver_and_account_count_the_same_bytes_of_state(factory):
     """Random plans shard some parameters and others not: a mean over the model would be wrong."""

@@ -28,7 +28,7 @@ def compiled(name: str, ranks: int = 4, mesh: tuple[tuple[str, int], ...] | None
     return compiled_zoo(zoo, ranks, options=options)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "resnet", "partly-frozen"])
 def test_every_edge_is_priced_also_between_repeated_blocks(name: str) -> None:
     program = compiled(name)
@@ -37,6 +37,7 @@ def test_every_edge_is_priced_also_between_repeated_blocks(name: str) -> None:
     assert unfolded_cost(program, pricer) == pytest.approx(solver_said.cost, rel=1e-9)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_random_plans_are_priced_edge_by_edge_too(seed: int) -> None:
     program = compiled("llama")

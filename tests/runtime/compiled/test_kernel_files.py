@@ -69,6 +69,7 @@ def test_a_region_is_one_library_and_is_found_again(cache: Path, files: list[Ker
     assert library.stat().st_mtime_ns == built
 
 
+@pytest.mark.slow
 def test_kernels_that_do_not_go_into_a_file_are_as_torch_builds_them(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,7 @@ def booked(run: Path) -> list[str]:
     return [one.machine for one in failures(run)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(100)
 def test_stalls_that_are_over_end_no_run_and_are_nobodys_failure(out, tmp_path):  # noqa: F811
     stalls = {5: [("stopped", 0, 1.9)], 9: [("stopped", 3, 1.9)], 20: [("asleep", 1, 1.9)]}

@@ -150,6 +150,7 @@ def _steps(factory: Any, where: str, count: int, steps: int = 4) -> tuple[list[t
     return [p.detach().clone() for p in own.values()], counter, optimizer
 
 
+@pytest.mark.few(11)
 @pytest.mark.parametrize("tier", ["ddr", "nvme"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_by_parts_is_the_step(name: str, tier: str) -> None:

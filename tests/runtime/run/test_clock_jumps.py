@@ -44,6 +44,7 @@ def harmful(out: Path) -> None:  # noqa: F811
     (out / "data.py").write_text(DATA + HARM)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_run_whose_clocks_are_set_again_and_again_computes_and_saves_the_same(staged, wanted, tmp_path):  # noqa: F811
     run = tmp_path / "run"

@@ -102,6 +102,7 @@ def test_eight_ranks_as_threads(steps, tmp_path, nothing_kept):
     flat(*measured, steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", MARKS)
 def test_two_processes_with_a_run_directory(steps, emitted, tmp_path, monkeypatch):  # noqa: F811
     out = tmp_path / "out"

@@ -96,6 +96,7 @@ def test_run_trains_saves_and_resumes(emitted):
     assert "is of step 2, and --steps 1 are those of the whole run; give more than 2" in fewer.stderr
 
 
+@pytest.mark.slow
 def test_a_run_without_data_says_that_its_numbers_are_random(emitted, tmp_path):
     for own in ([], ["--run-dir", tmp_path / "run"]):
         done = torchrun(2, emitted / "run.py", "--steps", 1, *own)

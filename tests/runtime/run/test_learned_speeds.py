@@ -50,6 +50,7 @@ def saved(out: Path) -> Path:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_run_moves_rows_keeps_the_speeds_and_begins_with_them(tmp_path, capsys):
     out, run = saved(tmp_path / "out"), tmp_path / "run"

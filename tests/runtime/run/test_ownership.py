@@ -165,6 +165,7 @@ def test_two_starts_at_random_offsets_never_both_write(tmp_path):
         assert len(writers) // 2 + sum(process.exitcode == REFUSED for process in starts) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_second_torchrun_is_refused_and_the_first_goes_on(out, tmp_path):
     run, draw = tmp_path / "run", random.Random(0)

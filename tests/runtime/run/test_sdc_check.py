@@ -184,6 +184,7 @@ def miscomputing():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_run_whose_device_computes_wrongly_ends_by_name(out: Path, tmp_path: Path):  # noqa: F811
     """Two replicas of two ranks: nobody can tell which of the two."""

@@ -122,7 +122,7 @@ def of_zoo(zoo: ZooModel, optimizer: Any = None, **options: Any) -> autopar.Para
 
 
 @pytest.mark.filterwarnings("error::autopar.runtime.step.cuda_graphs.CudaGraphWarning")
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("zoo", [zoo for zoo in MODELS if zoo.name != "lstm"], ids=str)
 def test_played_steps_are_those_of_the_text(zoo: ZooModel) -> None:
     """The model is no LSTM, whose kernel on CPUs keeps for backward, in grad mode alone, what no call can make again."""

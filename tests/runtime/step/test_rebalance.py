@@ -66,6 +66,7 @@ def alone(rows: int, microbatches: int) -> list[float]:
     return [loss.item() for loss in program.run([batch(rows)] * 8).losses]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "options",
     [
@@ -96,7 +97,7 @@ def test_losses_are_those_of_an_even_run_whatever_moves(options):
     assert found == pytest.approx(alone(options.get("rows", ROWS), program.plan.microbatches), rel=1e-9)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mesh", [{"dp": 3}, {"dp": 3, "tp": 2}], ids=str)
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_rows_of_any_model_move(model, mesh):

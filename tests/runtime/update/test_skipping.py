@@ -62,6 +62,7 @@ def spoilt(batches, value):
     return found
 
 
+@pytest.mark.few(11)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("dp", "tp", "zero"), [(1, 1, 0), (2, 2, 1), (4, 1, 3)])
@@ -80,6 +81,7 @@ def test_a_skipped_step_leaves_everything_as_where_it_never_was(dp, tp, zero, ru
         assert got["steps"] == STEPS
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("scaling", [None, LossScaling(initial=2.0**10, interval=2)], ids=["", "scaled"])
 @pytest.mark.parametrize("case", ["two stages", "tp to dp x tp, optimizer shards", "tied over unequal meshes"])
 def test_stages_skip_together(case, scaling, monkeypatch):

@@ -198,6 +198,7 @@ def overflowing(emitted: Path, tmp_path: Path) -> Path:  # noqa: F811
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_run_that_overflows_for_ever_ends_by_name_and_so_does_the_same_command_again(overflowing, tmp_path):
     own = [str(overflowing / "run.py"), "--steps", "60", "--timeout", "20"]

@@ -248,6 +248,7 @@ def fake_results(device: Device, dtype: torch.dtype, kv: int, width: int, mask: 
         return [out, lse, *attention.attention_grad(g, q, k, v, seen, out, lse, 0.0, not mask, 0.5)]
 
 
+@pytest.mark.few(37)
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("width", [16, 20])
 @pytest.mark.parametrize("kv", [4, 2, 1])
