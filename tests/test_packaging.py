@@ -126,6 +126,7 @@ assert ClusterSpec is autopar.cluster.ClusterSpec
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.slow
 def test_a_checkout_imports_its_own_wings_where_autopar_is_installed_too(
     checkout: Path, wheel: zipfile.ZipFile, tmp_path: Path
 ) -> None:

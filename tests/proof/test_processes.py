@@ -239,7 +239,7 @@ def test_a_wrong_world_size_is_said_by_every_rank_and_none_hangs(meta: Path) -> 
     assert "compiled for 2 ranks" in alone.stderr
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tensor parallel", "experts"])
 def test_messages_that_travel_beside_work_change_nothing(kind: str, tmp_path: Path) -> None:
     if kind == "experts":

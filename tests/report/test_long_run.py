@@ -56,7 +56,7 @@ def test_the_report_says_how_often_to_save_and_the_program_does(tmp_path: Path, 
         (torch.randn(32, 512), torch.randn(32, 512)),
         loss_fn=nn.functional.mse_loss,
         optimizer=functools.partial(torch.optim.AdamW, lr=1e-3),
-        options=autopar.Options(idle_ranks=False),
+        options=autopar.Options(mesh={"dp": 16}),
     )
     known = long_run(program)
     assert known is not None

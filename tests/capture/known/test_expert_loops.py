@@ -66,7 +66,13 @@ def proof_of(form: type[nn.Module], kind: type[nn.Module] = forms.Mlp) -> tuple[
     return module, compared(module, experts_of_a_loop, Given(tuple(likes), structure), numbers, chosen=chosen_experts)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(form, marks=pytest.mark.slow if form in (forms.BooleanMask, forms.PerToken) else ())
+        for form in FORMS
+    ],
+)
 def test_a_loop_is_understood_and_equal(form: type[nn.Module]) -> None:
     """On rows at random and all alike, and in which experts have no gradient."""
     module, proof = proof_of(form)

@@ -80,7 +80,7 @@ def test_a_program_in_order_is_the_model(name: str) -> None:
     assert verify(program, model, tokens()).ok
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("pp", [1, 2])
 def test_random_plans_of_a_program_in_order(name: str, pp: int) -> None:

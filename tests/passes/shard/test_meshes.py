@@ -42,6 +42,7 @@ def test_an_odd_part_that_has_an_axis_already_gets_no_other_one() -> None:
     assert of(24) == ["dp=24", "dp=3×tp=8", "dp=6×tp=4", "dp=12×tp=2"]
 
 
+@pytest.mark.slow
 def test_parameters_are_sharded_over_the_power_of_two_of_the_ranks() -> None:
     """6 layers of 4096 x 4096 and their optimizer state are 1.2 GB: no dim divides by 96, and 8 ranks of a node share too
     few to keep to 110 MB each."""

@@ -262,7 +262,7 @@ SLOW = (
         "other_shape",
         "other_site",
     ),
-    *("lost", "stuck_in_saving"),
+    *("lost", "stuck_in_saving", "other_at_once", "not_a_number", "spoiled"),
 )
 
 

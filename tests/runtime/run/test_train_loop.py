@@ -229,6 +229,7 @@ def test_a_damaged_step_is_named_and_the_one_before_is_taken(out, whole_run, wan
     assert "no step is whole" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_loss_that_is_no_number_ends_the_run_or_takes_it_back(out, tmp_path):
     done = torchrun(2, *command(out, tmp_path / "stop", "poisoned"))
