@@ -23,7 +23,7 @@ of all a share stays exposed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import log2
 from typing import NamedTuple
 
@@ -105,6 +105,12 @@ class CallBill:
     def works(self) -> tuple[Work, Work, Work]:
         """The work by action, in the order F, B, W."""
         return self.F, self.B, self.W
+
+    @property
+    def silent(self) -> CallBill:
+        """The call as if its messages were hidden."""
+        F, B, W = (replace(work, messages={}) for work in self.works)
+        return CallBill(F, B, W, self.host_s)
 
 
 class Shown(NamedTuple):

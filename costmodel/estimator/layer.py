@@ -52,9 +52,7 @@ def layer_bills(w: Workload) -> LayerBills:
 
 
 def _further(w: Workload) -> CallBill:
-    call = layer_bill(w.at(replace(w.plan, recompute="none")), True)
-    F, B, W = (replace(work, messages={}) for work in call.works)
-    return CallBill(F, B, W, call.host_s)
+    return layer_bill(w.at(replace(w.plan, recompute="none")), True).silent
 
 
 def layer_bill(w: Workload, moe: bool) -> CallBill:

@@ -54,6 +54,12 @@ class Account:
         return self.step.step_s
 
     @property
+    def silent_s(self) -> float:
+        """Seconds of a step as if all messages were hidden but those for parameters, and between stages."""
+        silent = [replace(stage, priced=Later(partial(_silent, stage.priced()))) for stage in self.stages]
+        return replace(self, stages=tuple(silent)).step_time_s
+
+    @property
     def moves(self) -> tuple[TierMove, ...]:
         """Every transfer to a memory tier and back, of all stages."""
         return tuple(move for s in self.stages for move in s.moves)
@@ -117,6 +123,12 @@ class Account:
     @property
     def collectives(self) -> tuple[Collective, ...]:
         return tuple(c for s in self.stages for c in s.collectives)
+
+
+def _silent(price: StagePrice) -> StagePrice:
+    """A stage's price as if the messages of its calls were hidden."""
+    calls = tuple((call.silent, times) for call, times in price.bill.calls)
+    return replace(price, bill=replace(price.bill, calls=calls))
 
 
 def _computed_s(bill: StageBill, microbatches: int, software: Software) -> float:

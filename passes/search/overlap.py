@@ -59,11 +59,11 @@ def _in_pieces(ranked: RankedPlans) -> tuple[int, Task, PricedPlan]:
 
 
 def _least_s(candidate: PricedPlan) -> float:
-    """Seconds of a step whose messages run beside computation all the time; infinite for a plan that was not lowered."""
+    """Seconds that a step takes at least, whichever of its lines run beside which: as if ops' messages were all hidden, and as if
+    one of messages and computation always ran beside the other. Infinite for a plan that was not lowered."""
     if candidate.account is None:
         return math.inf
-    computed_s = max(candidate.account.busy_s)
-    return max(computed_s, candidate.step_s - computed_s)
+    return max(candidate.account.silent_s, candidate.step_s - max(candidate.account.busy_s))
 
 
 def with_narrow_copies(task: Task, candidate: PricedPlan) -> PricedPlan:
@@ -115,11 +115,13 @@ def with_pieces(task: Task, candidate: PricedPlan, useless_from_s: float = math.
     """The same with blocks in pieces (`pieces.py`), if a step is faster so, takes less than useless_from_s, and fits."""
     counted = account_of(candidate)
     split = splits_backward(counted.table)
+    to_beat_s = min((1 - LEAST_WON) * counted.step_time_s, useless_from_s)
     if not task.options.overlap or split or counted.comm_time_s < LEAST_SENT * counted.step_time_s:
         return candidate
+    if counted.silent_s >= to_beat_s:
+        return candidate  # what pieces hide is no more than all ops' messages
     plan = overlapping(candidate.plan, OVERLAPS[-1])
     lowered = _outlined(task, plan, split)
-    to_beat_s = min((1 - LEAST_WON) * counted.step_time_s, useless_from_s)
     for pieces in PIECES:
         smaller = in_pieces(plan, pieces, task.program, lowered, task.rules)
         if not _sends(lowered) and not _gives_otherwise(smaller, plan):

@@ -64,6 +64,24 @@ def test_blocks_stay_whole_where_pieces_win_next_to_nothing(monkeypatch: pytest.
     assert any(isinstance(line, Cut) for line in lines(compiled(cluster_at(7e8))))
 
 
+def test_pieces_take_no_less_than_a_step_without_messages_and_are_not_lowered_where_that_is_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried, price = list[autopar.Plan](), Task.stage_costs
+    monkeypatch.setattr(Task, "stage_costs", lambda self, plan, split: tried.append(plan) or price(self, plan, split))
+
+    def tried_in_pieces() -> int:
+        return sum(t.pieces > 1 for plan in tried for t in plan.stages[0].templates.values())
+
+    plain, program = compiled(cluster_at(2e8), beside=False), compiled(cluster_at(2e8))
+    least_s = plain.account.silent_s
+    assert max(plain.account.busy_s) < least_s < program.account.step_time_s < plain.account.step_time_s
+    assert tried_in_pieces()
+    tried.clear()
+    quick = compiled(cluster_at(1e11))
+    assert quick.account.comm_time_s > 0 and not tried_in_pieces()
+
+
 def test_a_plan_that_wins_in_pieces_alone_is_the_best_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds of plans as they are, of what they compute, and in pieces."""
     plans = {
@@ -76,7 +94,8 @@ def test_a_plan_that_wins_in_pieces_alone_is_the_best_one(monkeypatch: pytest.Mo
 
     def priced(name: str) -> Any:
         step_s, computed_s, _ = plans[name]
-        return SimpleNamespace(name=name, step_s=step_s, account=SimpleNamespace(busy_s=(computed_s,)))
+        account = SimpleNamespace(busy_s=(computed_s,), silent_s=computed_s)
+        return SimpleNamespace(name=name, step_s=step_s, account=account)
 
     def in_pieces(_: Any, candidate: Any, *__: float) -> Any:
         tried.append(candidate.name)
