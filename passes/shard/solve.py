@@ -26,8 +26,9 @@ from autopar.passes.shard.messages import Bounds
 from autopar.passes.shard.reduce import Reduced, copy_of, keep_states, reduce_graph, restore, shortened, start
 
 _LARGEST = 500_000  # binary variables from which a problem is too large for the ILP
+_LARGEST_ROW = 400_000  # the same with memory as a row
 _CLOSED = 1e-6  # relative distance of bound and plan that counts as proven
-_ROUGH = 1e-3  # `close` from which on a solution is an estimate: no MIP, and no optimum where memory is no matter
+ROUGH = 1e-3  # `close` from which on a solution is an estimate: no MIP, and no optimum where memory is no matter
 _FREE = 0.1  # of `close`: how close an estimate is where memory is no matter
 NARROW = 6  # variables per step of a sweep of messages up to which what a step takes is not what its numbers take
 _PER_STEP = 200_000  # numbers in tables, as many as are eliminated while ten rounds of messages take a step
@@ -77,7 +78,7 @@ def solve(
     least = [int(np.argmin(memory)) for memory in graph.memory]
     if budget is not None and graph.memory_of(least) > budget:
         return Shortage(graph.memory_of(least), tuple(least))
-    free, bound, after = priced(graph, tie_price, deadline, _CLOSED if close < _ROUGH else close * _FREE)
+    free, bound, after = priced(graph, tie_price, deadline, _CLOSED if close < ROUGH else close * _FREE)
     if free is not None:
         bound -= tie_price * graph.memory_of(free)
     method = "exact" if free is not None else "greedy"
@@ -86,16 +87,27 @@ def solve(
         return _solution(graph, choice, bound, method, after)
     best, bound, price = _by_price(graph, budget, choice, least, bound, deadline, close)
     solution = _solution(graph, best, bound, "priced memory", after)
-    if close < _ROUGH < solution.gap and time.monotonic() < deadline:
-        r = reduce_graph(better_within(graph, budget, price, solution.cost, deadline), with_memory=True)
-        if r.size["variables"] <= 400_000:
-            answer = solve_ilp(r, budget, _ROW_SHARE * (deadline - time.monotonic()))
-            if answer.chosen is not None:
-                restored = restore(r, answer.chosen)
-                if graph.memory_of(restored) <= budget * (1 + 1e-9) and graph.value(restored) < solution.cost:
-                    best = restored
-            solution = _solution(graph, best, max(bound, _total_bound(r, answer)), "memory row", r.size)
+    if close < ROUGH < solution.gap and time.monotonic() < deadline:
+        best, row_bound, size = by_row(graph, budget, price, best, deadline)
+        solution = _solution(graph, best, max(bound, row_bound), "memory row", size)
     return solution
+
+
+def by_row(
+    graph: FactorGraph, budget: float, price: float, best: Sequence[int], deadline: float
+) -> tuple[list[int], float, dict[str, int]]:
+    """The best assignment within a budget of bytes by the MIP with memory as a row, in a share of the time that is left, over the
+    states that the bound at a price leaves to anything better than `best`, which fits; the proven bound; the MIP's size."""
+    cost, choice = graph.value(list(best)), list(best)
+    r = reduce_graph(better_within(graph, budget, price, cost, deadline), with_memory=True)
+    if r.size["variables"] > _LARGEST_ROW:
+        return choice, -float("inf"), r.size
+    answer = solve_ilp(r, budget, _ROW_SHARE * (deadline - time.monotonic()))
+    if answer.chosen is not None:
+        restored = restore(r, answer.chosen)
+        if graph.memory_of(restored) <= budget * (1 + 1e-9) and graph.value(restored) < cost:
+            choice = restored
+    return choice, _total_bound(r, answer), r.size
 
 
 def _solution(graph: FactorGraph, choice: list[int], bound: float, method: str, after: dict[str, int]) -> Solution:

@@ -8,7 +8,8 @@ raises the sum; it ends where neither half alone can improve, so it is started f
 
 A budget of bytes is met by walking down the lower hull of (bytes, seconds), as in Lagrangian relaxation: take one point
 over the budget and one under it, and the price at which both cost the same; alternating at that price finds a point below
-the line through them, which replaces one of the two, or shows that there is none.
+the line through them, which replaces one of the two, or shows that there is none. What the hull leaves open is filled with
+fewer values that run again, and with the best sharding within the budget (`by_row`), unless estimates are asked for.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from autopar.passes.recompute.problem import RecomputeProblem, recompute_problem
 from autopar.passes.rules.policies import policy_set
 from autopar.passes.shard.plans import stage_plan
 from autopar.passes.shard.problem import Problem
-from autopar.passes.shard.solve import Shortage, priced
+from autopar.passes.shard.solve import ROUGH, Shortage, by_row, priced
 from autopar.plan import StagePlan
 
 Sets = Mapping[str, tuple[str, ...]]
@@ -141,27 +142,31 @@ class JointSearch:
         if not self._looked_for_named and self.fixed is None:
             self.points += self._named_points(self._small or self.smallest())
             self._looked_for_named, self._from_the_start = True, len(self.points)
-        self._walk_hull(budget, close, useless_from_s)
+        bound_s = self._walk_hull(budget, close, useless_from_s)
         point = self._fastest_within(budget)
-        return point if self.fixed is not None else self._filled_up(point, budget)
+        point = point if self.fixed is not None else self._filled_up(point, budget)
+        is_close = point.seconds - bound_s <= max(close, self.close) * bound_s or bound_s >= useless_from_s
+        return point if is_close or self.close >= ROUGH else self._above_hull(point, budget)
 
-    def _walk_hull(self, budget: float, close: float, useless_from_s: float) -> None:
-        """Add points of the hull near the budget, where there is one on either side of it."""
+    def _walk_hull(self, budget: float, close: float, useless_from_s: float) -> float:
+        """Add points of the hull near the budget, where there is one on either side of it; about a lower bound of the seconds
+        within the budget."""
         deadline = time.monotonic() + self.time_limit_s
         over = min((p for p in self.points if p.nbytes > budget), key=lambda p: p.nbytes)
         under = self._fastest_within(budget)
         for _ in range(_STEPS):
             span, rise = over.nbytes - under.nbytes, under.seconds - over.seconds
             if span <= 0 or rise <= close * under.seconds or time.monotonic() > deadline:
-                return
+                return under.seconds
             self.price = price = rise / span
             between = self._point_below(price, [under, over], over.value(price) * (1 - 1e-4))
             if between is None:
-                return
+                return under.value(price) - price * budget
             over, under = (over, between) if between.nbytes <= budget else (between, under)
             bound_s = between.value(price) - price * budget
             if self._fastest_within(budget).seconds - bound_s <= close * bound_s or bound_s >= useless_from_s:
-                return
+                return bound_s
+        return bound_s
 
     def best_sets(self, point: Point, price: float) -> dict[str, tuple[str, ...]]:
         """The sets of recomputed values that are best for a point's sharding at a price."""
@@ -234,6 +239,16 @@ class JointSearch:
             return point
         self.points.append(filled)
         return filled
+
+    def _above_hull(self, point: Point, budget: float) -> Point:
+        """The fastest sharding with the values that a point computes again, where that is none of the hull's."""
+        graph = point.problem.graph
+        deadline = time.monotonic() + self.time_limit_s
+        choice, _, _ = by_row(graph, budget, self.price, point.choice, deadline)
+        if tuple(choice) == point.choice:
+            return point
+        self.points.append(Point(point.problem, tuple(choice), graph.value(choice), graph.memory_of(choice)))
+        return self.points[-1]
 
     def _fastest_within(self, budget: float) -> Point:
         return min((p for p in self.points if p.nbytes <= budget), key=lambda p: (p.seconds, p.nbytes))

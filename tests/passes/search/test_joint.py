@@ -83,6 +83,19 @@ def test_on_small_programs_it_is_the_best_of_all_shardings_and_all_sets(case: tu
         assert best * (1 - 1e-6) <= found.seconds <= best * 1.01, f"{found.seconds / best - 1:.2%} from the best"
 
 
+def test_a_sharding_between_the_points_of_the_hull_is_found() -> None:
+    _, joint, _, _ = mixed((512, 4096, 2048, 4))
+    graph = joint.build({}).graph
+    (budget,) = budgets(joint, (0.9,))
+    best = solve(graph, budget, close=1e-7)
+    assert not isinstance(best, Shortage)
+    above = [p for p in (joint.fastest, joint.smallest()) if p.nbytes <= budget]
+    assert best.cost < 0.99 * min(p.seconds for p in above), "it is none of these"
+    found = joint.within(budget)
+    assert isinstance(found, Point)
+    assert found.seconds <= best.cost * (1 + 1e-6)
+
+
 def test_a_point_is_what_its_plan_costs() -> None:
     _, joint, _, _ = mixed(CASES[0])
     for budget in budgets(joint):
