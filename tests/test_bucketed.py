@@ -165,7 +165,7 @@ def test_buckets_store_parameters_alike_and_nothing_else_is_given(plan: str) -> 
     assert {b.request.batch for b in program.of_buckets} == set(SAMPLES)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(8, 24), (3, 24), (8, 11), (3, 8)])
 def test_every_bucket_can_be_verified(sizes: tuple[int, int]) -> None:
     program = program_of("solver", 2)
