@@ -165,7 +165,7 @@ def test_buckets_store_parameters_alike_and_nothing_else_is_given(plan: str) -> 
     assert {b.request.batch for b in program.of_buckets} == set(SAMPLES)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(8, 24), (3, 24), (8, 11), (3, 8)])
 def test_every_bucket_can_be_verified(sizes: tuple[int, int]) -> None:
     program = program_of("solver", 2)
@@ -221,6 +221,7 @@ for step, batch in enumerate(data):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_rank_that_is_given_a_batch_of_another_shape_is_named_and_nobody_hangs(tmp_path: Path) -> None:
     program = program_of("solver", 2)
@@ -290,7 +291,7 @@ def test_a_batch_that_fits_no_bucket_is_refused() -> None:
             program.run([batch(*sizes)])
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["all", pytest.param("optimizer", marks=pytest.mark.slow)])
 def test_what_rests_in_memory_tiers_rests_there_in_every_bucket(kind: str) -> None:
     cluster = autopar.ClusterSpec.local(2).with_tiers()

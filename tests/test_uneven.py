@@ -343,7 +343,7 @@ def test_buckets_of_any_sizes_share_one_set_of_weights(strategy: str, large: int
     torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=0, atol=1e-12)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "options"),
     [

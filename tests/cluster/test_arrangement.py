@@ -84,6 +84,7 @@ def test_a_plan_is_read_back_for_the_machines_as_they_were_listed() -> None:
     assert "ranks count through " in program.report()
 
 
+@pytest.mark.slow
 def test_programs_of_several_shapes_of_batches_lie_on_the_same_machines() -> None:
     cpu = device_preset("cpu")
     slow = replace(cpu.slower(2), name="slow")

@@ -123,6 +123,7 @@ def outcome(one: Combination) -> str:
     return "equal"
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @given(combinations())
 def test_a_few_compositions_equal_eager_or_are_refused(one: Combination) -> None:

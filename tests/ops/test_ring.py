@@ -210,6 +210,7 @@ def test_a_learned_mask_gets_its_gradient_in_a_ring() -> None:
     assert autopar.verify(ring, model, tokens()).ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [4, pytest.param(0, marks=pytest.mark.slow)])
 def test_random_plans_with_rings_are_eagers(order: int) -> None:
     program, model = compiled(order=order)

@@ -86,6 +86,7 @@ def test_stages_of_a_pipeline_go_by_node() -> None:
     assert autopar.verify(program, model(), BATCH).ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 16), marks=pytest.mark.slow)])
 def test_random_plans_are_eagers(seeds: range) -> None:
     program, by_node = compiled(nodes(4, 2)), 0

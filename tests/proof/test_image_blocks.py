@@ -98,6 +98,7 @@ def test_one_image_on_several_ranks_is_cut_by_the_search_itself(form: str, ranks
         assert 0.98 * measured <= predicted <= 1.05 * measured
 
 
+@pytest.mark.slow
 def test_two_images_on_four_ranks_are_each_cut_in_two() -> None:
     form = "group norm, max pool, bilinear"
     program = compiled(form, 4, 2, 128)

@@ -195,7 +195,7 @@ def test_a_transformer_holds_what_was_predicted(plan: str) -> None:
     assert_kept(compiled(WIDE[2], plan, 2, 4), WIDE[2].batch(1))
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("plan", ["dp", "zero3", "1f1b"])
 @pytest.mark.parametrize("zoo", [WIDE[0], WIDE[1]], ids=str)
@@ -217,7 +217,7 @@ def test_what_is_made_again_is_not_held(zoo: ZooModel, policy: str, plan: str) -
     assert_kept(remade(compiled(zoo, plan, 2, 4), policy), zoo.batch(1))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp", "zero3", "zb-h1"])
 @pytest.mark.parametrize("policy", ["none", "selective", "random"])
 def test_programs_in_16_bits_hold_what_was_predicted(policy: str, plan: str) -> None:

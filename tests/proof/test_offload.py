@@ -90,7 +90,7 @@ def test_offloaded_programs_are_the_eager_model(name: str, plan: str, offload: s
     assert found.ok, found
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("plan", ["zero3", "zb-h1"])
 def test_offload_and_recompute_go_together(plan: str, recompute: str) -> None:

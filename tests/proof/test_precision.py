@@ -82,7 +82,7 @@ def test_every_model_equals_the_eager_one_when_nothing_rounds(zoo: ZooModel) -> 
     assert result.max_error <= 1e-9
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", ["llama", "t5", "resnet"])
 def test_random_plans_equal_the_eager_model_when_nothing_rounds(name: str, seed: int) -> None:
@@ -231,7 +231,7 @@ def test_products_are_priced_at_the_peak_of_their_dtype() -> None:
     assert span_s[1] < span_s[0] / 4
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("plan", ["dp", "zero3", "megatron", "1f1b", "zb-h1"])
 def test_a_transformer_holds_what_was_predicted(plan: str, microbatches: int) -> None:

@@ -69,7 +69,9 @@ def proof_of(form: type[nn.Module], kind: type[nn.Module] = forms.Mlp) -> tuple[
 @pytest.mark.parametrize(
     "form",
     [
-        pytest.param(form, marks=pytest.mark.slow if form in (forms.BooleanMask, forms.PerToken) else ())
+        pytest.param(
+            form, marks=pytest.mark.slow if form in (forms.BooleanMask, forms.PerToken, forms.SortedCounts) else ()
+        )
         for form in FORMS
     ],
 )

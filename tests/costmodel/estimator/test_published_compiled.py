@@ -147,6 +147,7 @@ def test_a_limit_takes_rows_from_every_series() -> None:
     assert [row["series"] for row in evenly(rows, 4)] == ["a", "b", "c", "a"]
 
 
+@pytest.mark.slow
 def test_a_row_is_compiled_and_scored() -> None:
     row = {
         **SAMPLE["dgxc_v25.02_nemotron4-15b-bf16_2048"],

@@ -232,14 +232,14 @@ def test_a_step_is_at_least_the_busiest_group_and_at_most_all_in_a_row(zoo: ZooM
         assert counted.step_time_s == pytest.approx(counted.timeline.makespan_s + once)
 
 
-def test_what_is_sent_to_another_group_takes_time_and_to_the_own_group_none() -> None:
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_what_is_sent_to_another_group_takes_time_and_to_the_own_group_none(seed: int) -> None:
     program = on_ranks("llama", 4, 4)
-    for seed in range(2):
-        made = program.with_plan(autopar.random_plan(program, seed, 2, "interleaved"))
-        group_of = made.lowered.graph.group_of
-        crossing = {(t.source, t.target) for t in made.lowered.transfers if group_of[t.source] != group_of[t.target]}
-        assert made.account.hand_over.keys() == crossing
-        assert all(s > 0 for s in made.account.hand_over.values())
+    made = program.with_plan(autopar.random_plan(program, seed, 2, "interleaved"))
+    group_of = made.lowered.graph.group_of
+    crossing = {(t.source, t.target) for t in made.lowered.transfers if group_of[t.source] != group_of[t.target]}
+    assert made.account.hand_over.keys() == crossing
+    assert all(s > 0 for s in made.account.hand_over.values())
 
 
 def test_more_microbatches_of_the_same_size_take_longer() -> None:

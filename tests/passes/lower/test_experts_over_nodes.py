@@ -43,7 +43,7 @@ def test_it_computes_what_eager_does(overlap: str, crowded: bool) -> None:
     assert autopar.verify(program(overlap, crowded), model(crowded), batch()).ok
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "inside"), [(2, 4), (4, 2)])
 def test_eight_ranks_compute_what_eager_does(nodes: int, inside: int) -> None:
     made = program("any", nodes=nodes, inside=inside)

@@ -130,7 +130,7 @@ def test_it_computes_what_eager_does(overlap: str) -> None:
     assert autopar.verify(program(overlap), model(), batch()).ok
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_random_plans_compute_what_eager_does(seed: int) -> None:
     made = program("")

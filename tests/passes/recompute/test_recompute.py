@@ -248,6 +248,7 @@ def test_a_policy_that_is_unknown_is_refused() -> None:
         autopar.Options(recompute="some")
 
 
+@pytest.mark.slow
 def test_a_pipeline_recomputes_where_memory_is_short() -> None:
     asked = {"layers": 4, "pp": 2, "microbatches": 4, "schedule": "1f1b", "chunks": 1}
     limit = 0.85 * llama_on(recompute="none", **asked).predicted.peak_bytes

@@ -9,8 +9,11 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
+from autopar.costmodel import simulate as sim
 from autopar.ir.actions import StageGraph
+from autopar.passes.schedule import ActionCosts
 
+chain = StageGraph.chain
 PAPER = json.loads((Path(__file__).parent / "schedule_bubbles.json").read_text())
 
 ONE_STAGE = ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-auto", "forward")
@@ -47,3 +50,14 @@ def dags(draw, names=ONE_STAGE, groups=6, microbatches=8):
     back = None if draw(st.booleans()) else tuple(e for e in edges if draw(st.booleans()))
     graph = StageGraph(tuple((s,) for s in range(n)), edges, back)
     return graph, draw(st.sampled_from(names)), draw(st.integers(1, microbatches))
+
+
+def cost(table, graph, costs):
+    """The zero-bubble paper's cost of a table: the longest span of a group."""
+    return max(sim.bubble_spans(table, graph, costs.seconds, costs.comm_s)[0])
+
+
+def random_costs(draw, graph):
+    seconds = st.floats(0.2, 3)
+    comm = st.one_of(st.floats(0, 1), st.fixed_dictionaries({e: st.floats(0, 1) for e in graph.edges}))
+    return ActionCosts({(s, k): draw(seconds) for s in range(graph.stages) for k in "FBW"}, draw(comm))

@@ -295,7 +295,7 @@ def microbatched(tied: bool) -> ParallelProgram:
     return compiled(ClusterSpec.local(4), Options(microbatches=2, pp=1, mesh={"dp": 4}, strategy="dp"), tied)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_random_branches_equal_one_device(seed: int) -> None:
     program = microbatched(tied=seed % 2 == 1)

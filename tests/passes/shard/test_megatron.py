@@ -95,6 +95,7 @@ def test_transformers_of_the_zoo_send_no_more(
     assert_equal_to_one_device(BY_NAME[name], program)
 
 
+@pytest.mark.slow
 def test_encoder_and_decoder_share_one_gather_of_the_memory() -> None:
     program = of_zoo("t5", 2, 2)
     encoder, decoder = (activations_sent(program, 8 * n * 32 * 4 / 2) for n in (16, 8))

@@ -93,6 +93,7 @@ def test_plan_survives_a_file_and_replays_to_the_same_program(tmp_path: Path) ->
     assert again.predicted.step_time_s == pytest.approx(program.predicted.step_time_s)
 
 
+@pytest.mark.slow
 def test_solving_twice_gives_the_same_plan() -> None:
     zoo = BY_NAME["llama"]
 

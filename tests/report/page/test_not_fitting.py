@@ -18,7 +18,7 @@ from autopar.ir.text import size_text
 from autopar.report import facts
 from autopar.report.page.tree import blocks
 from autopar.report.page.worst import moment_text, worst_bytes, worst_rows
-from tests.report.page.test_page import Page, compiled, figures
+from tests.report.page.pages import Page, compiled, figures
 
 LIMIT = 1.2e6
 """Bytes: less than half of the wide layer's parameters, gradients and state on two ranks."""

@@ -136,7 +136,7 @@ def piped(folder: Path) -> dict[int, list[dict[str, Any]]]:
     return {ranks: run("pipeline", ranks, folder) for ranks in (2, 3)}
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("in_order", [False, True], ids=["tags", "in order"])
 @pytest.mark.parametrize("case", PIPELINES)
 def test_pipelines_agree_with_one_device(piped, case, in_order):

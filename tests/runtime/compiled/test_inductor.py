@@ -153,6 +153,7 @@ def test_compiled_models_stay_within_the_rounding_of_float32(name: str) -> None:
     assert_as_written(program, [zoo.batch(seed=seed) for seed in range(STEPS)], 1e-4)
 
 
+@pytest.mark.slow
 @needs_a_compiler
 @not_compiled
 def test_all_that_a_step_met_is_compiled_at_its_end() -> None:

@@ -90,6 +90,7 @@ def test_a_source_that_is_not_one_kernel_is_refused() -> None:
             KernelFile().add(["float*"], source)
 
 
+@pytest.mark.slow
 def test_who_compiles_in_another_thread_waits_for_kernels_of_its_own(cache: Path) -> None:
     results: list[Tensor] = []
     with one_file() as file:

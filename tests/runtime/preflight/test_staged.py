@@ -182,6 +182,7 @@ def test_another_program_on_one_machine(program, tmp_path):
     assert ended[0].has("error: another program: rank 1 (beta)", "gates.py changed since", "copy the same directory")
 
 
+@pytest.mark.slow
 def test_another_torch_on_one_machine(program, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import torch\ntorch.__version__ = '2.9.1'\n")
     patient = ("--timeout", "120")  # the second imports torch first, which a busy machine takes long for
@@ -209,6 +210,7 @@ def test_data_that_one_machine_does_not_have(program, tmp_path):
     assert first.has("error: missing file: rank 1 (beta)", "own/data.py", "a path that every machine has")
 
 
+@pytest.mark.slow
 def test_small_shared_memory(program, tmp_path):
     several = {"LOCAL_WORLD_SIZE": "8"}
     staged = "on_b 'mount -t tmpfs -o size=16m none /dev/shm'"

@@ -26,6 +26,7 @@ def there() -> bool:
 pytestmark = pytest.mark.skipif(not there(), reason="this machine has no IPv6")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_run_meets_and_trains(out, tmp_path):  # noqa: F811
     own = ["--run-dir", tmp_path / "run", "--steps", 3, "--data", f"{out / 'data.py'}:nothing", "--timeout", 60]

@@ -136,7 +136,7 @@ def test_sums_of_other_places_are_other_sums():
     assert len({tuple(told[rank][0].values()) for rank in range(4)}) == 4
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "seed"), [("gpt2", 0), ("llama", 1), ("moe", 3), ("resnet", 0)])
 def test_models_under_random_plans_compute_the_same_everywhere(name: str, seed: int):
     assert_recomputed(name, range(seed, seed + 1))

@@ -244,6 +244,7 @@ def test_a_loss_that_is_no_number_ends_the_run_or_takes_it_back(out, tmp_path):
     assert all(bool(t.isfinite().all()) for t in final(tmp_path / "back").values() if t.is_floating_point())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(100)
 def test_a_run_whose_losses_stay_no_numbers_ends_however_often_it_saves(out, tmp_path):
     """A step that was taken back is not saved, so it is no new step that other rewinds count from."""
