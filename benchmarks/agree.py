@@ -141,7 +141,7 @@ COLUMNS = {
     "features of an MLP": (".mlp.up.weight",),
     "experts": (".mlp.w_in",),
 }
-"""The parameters whose first dim is cut where `ParallelConfig.cuts` says so."""
+"""The parameters whose first dim is cut where `ParallelConfig.cuts` says so; of an MLP out of step it may be the second."""
 
 
 def uncut(program: autopar.ParallelProgram, w: Workload) -> list[str]:
@@ -156,7 +156,8 @@ def uncut(program: autopar.ParallelProgram, w: Workload) -> list[str]:
         if cut.what in COLUMNS:
             weights = COLUMNS[cut.what]
             stored = (p for s in program.plan.stages for n, p in s.parameters.items() if n.endswith(weights))
-            is_cut = all(axis in p.storage.dims[0] for p in stored for axis in axes)
+            dims = 2 if cut.what == "features of an MLP" and is_out_of_step(w) else 1
+            is_cut = all(any(axis in dim for dim in p.storage.dims[:dims]) for p in stored for axis in axes)
         elif cut.what == "features of an expert":
             experts = (p for s in program.plan.stages for n, p in s.parameters.items() if n.endswith(".mlp.w_in"))
             is_cut = all("tp" in p.storage.axes for p in experts)
@@ -187,10 +188,17 @@ def _cut_sizes(program: autopar.ParallelProgram, axis: str, kind: str) -> Iterat
 
 def known(w: Workload) -> frozenset[str]:
     """In what the two are known to differ: where gradients of experts are reduced after every microbatch along two axes, the
-    compiler counts several layers of them under way, the estimator none."""
+    compiler counts several layers of them under way, the estimator none; where features of an MLP are out of step, the compiler
+    may find the products faster that are cut along what they read, the estimator cuts what they make."""
     p = w.parallel
     under_way = w.model.experts and p.zero >= 2 and p.ep == 1 and p.cp > 1 and w.microbatches > 1
-    return frozenset({"bytes"} if under_way else ())
+    return frozenset({"bytes"} if under_way else ()) | frozenset({"seconds"} if is_out_of_step(w) else ())
+
+
+def is_out_of_step(w: Workload) -> bool:
+    """Whether tp leaves ranks features of an MLP that fill no multiple of 16 bytes, over which products are slow."""
+    p = w.parallel
+    return p.tp > 1 and not w.full_precision and -(-w.model.ffn // p.tp) % 8 > 0 and w.model.moe_layers < w.model.layers
 
 
 def agreement(w: Workload) -> Agreement:

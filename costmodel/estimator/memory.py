@@ -13,6 +13,7 @@ from autopar.cluster.process import fragmentation, process_bytes
 from autopar.costmodel.estimator.schedules import microbatches_held
 from autopar.costmodel.estimator.workload import Workload
 from autopar.costmodel.software import LOW_PRECISIONS
+from autopar.runtime.kernels.losses import chunk_rows
 
 
 @dataclass(frozen=True)
@@ -115,11 +116,19 @@ def most_for_a_moment(w: Workload, tables: int, has_head: bool) -> float:
         ffn = model.ffn / w.parts.mlp
         layer = rows * (model.hidden + (1 + halves) * ffn) + added * model.hidden * ffn
     table = added * model.embedding_params / w.parts.vocabulary
-    head = rows * (2 * model.hidden / w.sequence_split + model.vocab / w.parts.vocabulary) + table
+    head = rows * 2 * model.hidden / w.sequence_split + logits(w) + table
     sent = sent_table(w)
     all_sent = sent * (tables if w.microbatches > 1 else min(tables, 1))
     once = layer + made_again(w) + (sent if tables else 0.0)
     return max(once, all_sent + (table if tables else 0.0), all_sent + head if has_head else 0.0)
+
+
+def logits(w: Workload) -> float:
+    """Bytes of the logits that are there at once in an emitted program, those of one chunk of tokens, and of the sum over chunks
+    of the gradient of the head's weight."""
+    tokens = min(w.tokens, chunk_rows(w.model.hidden, w.device.runs_as))
+    sums = 4 * w.model.embedding_params if tokens < w.tokens else 0
+    return (w.width * tokens * w.model.vocab + sums) / w.parts.vocabulary
 
 
 def sent_table(w: Workload) -> float:

@@ -3,13 +3,17 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cluster import ClusterSpec
-from autopar.costmodel.estimator.memory import Memory, stage_memory
+from autopar.costmodel.estimator.memory import Memory, logits, stage_memory
 from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
 from autopar.costmodel.estimator.workload import StepPlan, Workload
+from autopar.counter import ByteCounter
+from autopar.runtime.comm.devices import standing_for
+from autopar.runtime.kernels.losses import linear_cross_entropy
 
 MODEL = TransformerShape(layers=16, hidden=2048, heads=16, ffn=8192, vocab=32000, seq_len=2048, gated_mlp=True)
 
@@ -48,3 +52,15 @@ def test_experts_are_divided_and_tied_embeddings_counted_once():
     assert one.parameters - spread.parameters == pytest.approx(experts * 7 / 8)
     tied = replace(MODEL, tied_embeddings=True)
     assert MODEL.params - tied.params == 32000 * 2048
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 8, 16])
+def test_an_emitted_head_has_the_logits_of_one_chunk_of_tokens_at_once(sequences: int) -> None:
+    w = Workload.of(MODEL, ClusterSpec.preset("dgx-h100"), StepPlan(ParallelConfig(dp=8), sequences), 8 * sequences)
+    kinds = {"dtype": torch.bfloat16, "device": "meta"}
+    x, weight = torch.empty(int(w.tokens), MODEL.hidden, **kinds), torch.empty(MODEL.vocab, MODEL.hidden, **kinds)
+    labels, scale = (torch.empty(int(w.tokens), dtype=d, device="meta") for d in (torch.long, torch.float32))
+    with standing_for(w.device.runs_as), ByteCounter() as counter:
+        linear_cross_entropy(x, weight, labels, scale, 0.0, 0.0)
+    made = x.nbytes + weight.nbytes
+    assert logits(w) <= counter.peak <= logits(w) + made + 0.25 * counter.peak
