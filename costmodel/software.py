@@ -17,8 +17,8 @@ from autopar.cluster.device import DeviceSpec, curve_named, dtype_name, load_dat
 LOW_PRECISIONS = ("float8", "mxfp8", "float4")
 """Precisions below 16 bits, in which a layer's products of weights are; mxfp8 has float8's arithmetic."""
 BEHIND_PRODUCTS = "behind products"
-"""The cover of a message of sequence parallelism also where a software overlaps no others: of the two products that the backward of
-one with weights is, the other (Megatron-LM, and Korthikanti et al. for what is gathered again)."""
+"""The cover of a message of sequence parallelism also where a software overlaps no others: of the two products that the
+backward of one with weights is, the other (Megatron-LM, and Korthikanti et al. for what is gathered again)."""
 CAST_BYTES = 4
 """Bytes of a pass that casts an element to 8 or 4 bits."""
 LAYER_LAUNCHES = 67

@@ -116,7 +116,9 @@ def _grouped(call: OpCall, parts: Mapping[str, int], share: int) -> Grouped:
     if call.op.startswith("autopar.experts_grad"):
         again = _products(call)[0] / _work(call, Rule((), (), {}))[0]
         cast = rows * (d + halves * f / of_inner)
-        return Grouped(*of, 1.5 * row_bytes, 10 if carries else 6, 1.5 * inner_bytes, 1.5 * apart_bytes, again, padding, cast)
+        return Grouped(
+            *of, 1.5 * row_bytes, 10 if carries else 6, 1.5 * inner_bytes, 1.5 * apart_bytes, again, padding, cast
+        )
     cast = rows * (d + f / of_inner)
     return Grouped(*of, row_bytes, 11 if carries else 7, inner_bytes, apart_bytes, padding=padding, cast=cast)
 

@@ -140,7 +140,10 @@ def row_dispatch(row: Mapping[str, Any]) -> str:
 
 def row_graphs(row: Mapping[str, Any]) -> str:
     """The part of a step that the host launches as a graph, as the row says."""
-    what, parts = (row.get("recompute_detail") or {}).get("cuda_graph") or (None, "CUDA graphs" in str(row.get("notes")))
+    what, parts = (row.get("recompute_detail") or {}).get("cuda_graph") or (
+        None,
+        "CUDA graphs" in str(row.get("notes")),
+    )
     if what in ("full_iteration", "local"):
         return "step"
     return "layers" if parts else ""

@@ -45,7 +45,9 @@ class StepPlan:
         if self.offload not in OFFLOADS:
             raise ConstraintError(f"offload is none, activations or optimizer, got {self.offload!r}")
         if not 0 < self.recomputed <= 1:
-            raise ConstraintError(f"recomputed is a share of the layers, above 0 and at most 1, got {self.recomputed!r}")
+            raise ConstraintError(
+                f"recomputed is a share of the layers, above 0 and at most 1, got {self.recomputed!r}"
+            )
 
 
 @dataclass(frozen=True)
