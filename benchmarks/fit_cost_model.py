@@ -40,7 +40,7 @@ PRIOR: Params = {
     "attention_eager": 0.3,
     "half_dim": 128.0,
     "fused_passes": 1.5,
-    "eager_passes": 2.0,
+    "eager_share": 0.8,
     "fp8_cast": 1.0,
     "mx_cast": 1.0,
     "grouped_share": 0.8,

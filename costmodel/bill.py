@@ -78,7 +78,7 @@ class Work:
         if software.kernels == "apart":
             return self.apart_s
         c = software.constants
-        return self.fused_s * (c.eager_passes if software.kernels == "eager" else c.fused_passes)
+        return c.eager_share * self.apart_s if software.kernels == "eager" else c.fused_passes * self.fused_s
 
     def busy_s(self, software: Software) -> float:
         """Seconds of the kernels, messages left out."""

@@ -16,6 +16,9 @@ from autopar.cluster.device import DeviceSpec, curve_named, dtype_name, load_dat
 
 LOW_PRECISIONS = ("float8", "mxfp8", "float4")
 """Precisions below 16 bits, in which a layer's products of weights are; mxfp8 has float8's arithmetic."""
+BEHIND_PRODUCTS = "behind products"
+"""The cover of a message of sequence parallelism also where a software overlaps no others: of the two products that the
+backward of one with weights is, the other (Megatron-LM, and Korthikanti et al. for what is gathered again)."""
 CAST_BYTES = 4
 """Bytes of a pass that casts an element to 8 or 4 bits."""
 LAYER_LAUNCHES = 67
@@ -37,8 +40,9 @@ queries: results in 32 bits (cast 6, difference 12, product 8, difference 12), g
 class StepConstants:
     """The fitted constants that no device and no model owns.
 
-    fused_passes, eager_passes: memory passes of a layer relative to the least possible, for fused kernels (Transformer
-    Engine, compiled) and for kernel-by-kernel execution. fp8_cast, mx_cast: passes to quantise inputs (per tensor; per
+    fused_passes: memory passes of a layer with fused kernels (Transformer Engine, compiled) relative to the least possible.
+    eager_share: passes of a framework's own kernels relative to those of op by op.
+    fp8_cast, mx_cast: passes to quantise inputs (per tensor; per
     block of 32). grouped_share: share of a plain product's efficiency that grouped expert products reach.
     permute_passes: passes over routed tokens. biased_attention: share of torch's attention that kernels reach which add a
     bias. *_host_s: seconds the host needs to launch one layer, forward and backward; expert_host_s adds to it per local expert.
@@ -48,7 +52,7 @@ class StepConstants:
     """
 
     fused_passes: float = 1.0
-    eager_passes: float = 1.6
+    eager_share: float = 0.8
     fp8_cast: float = 1.0
     mx_cast: float = 1.5
     grouped_share: float = 0.8
@@ -103,6 +107,9 @@ class Software:
     and once more in backward.
     gradient_passes: whether gradients are added up over microbatches, and copied into their messages, by passes over memory; in
     frameworks products add them to where they are sent from.
+    recompute_stops: whether a layer that is made again is left where all that backward reads is there, so that its last product
+    is not made (torch's checkpoints from 2.1 on, XLA, emitted programs), or made whole (Megatron's).
+    regathers: whether rows of a sequence are gathered again for the gradients of weights (Megatron's), or kept as gathered.
     """
 
     precision: str = "bfloat16"
@@ -124,6 +131,8 @@ class Software:
     joins_gathers: bool = True
     keeps_rows: bool = True
     gradient_passes: bool = False
+    recompute_stops: bool = False
+    regathers: bool = True
     constants: StepConstants = field(default_factory=default_constants)
 
     def canonical(self) -> Software:
@@ -204,6 +213,8 @@ class Software:
 
     def exposed_share(self, overlap: str) -> float:
         """Share of a message that is not hidden. overlap: the constant that says it; "": nothing hides the message."""
+        if overlap == BEHIND_PRODUCTS:
+            return self.constants.tp_exposed
         if not overlap or (overlap == "tp_exposed" and not self.overlap_tp):
             return 1.0
         if overlap == "ep_exposed" and (self.overlap_ep or self.dispatch == "each"):
@@ -221,6 +232,8 @@ NEUTRAL = Software(
     joins_gathers=False,
     keeps_rows=False,
     gradient_passes=True,
+    recompute_stops=True,
+    regathers=False,
     constants=StepConstants(
         grouped_share=1.0,
         dense_host_s=0.0,

@@ -111,13 +111,16 @@ def _grouped(call: OpCall, parts: Mapping[str, int], share: int) -> Grouped:
     carries = math.prod(parts.values()) > share
     padding = _padding(call, rows if carries else rows * of_experts, of_experts)
     of = (call["x"].index, call.operand("chosen").shape[-1], call.operand("w_in").shape[0] // of_experts)
-    row_bytes, inner_bytes = rows * width * d, rows * width * (halves + 1) * f / of_inner
+    row_bytes, wide_bytes = rows * width * d, rows * width * f / of_inner
+    inner_bytes, apart_bytes = (halves + 1) * wide_bytes, (5 if halves == 2 else 2) * wide_bytes
     if call.op.startswith("autopar.experts_grad"):
         again = _products(call)[0] / _work(call, Rule((), (), {}))[0]
         cast = rows * (d + halves * f / of_inner)
-        return Grouped(*of, 1.5 * row_bytes, 10 if carries else 6, 1.5 * inner_bytes, again, padding, cast)
+        return Grouped(
+            *of, 1.5 * row_bytes, 10 if carries else 6, 1.5 * inner_bytes, 1.5 * apart_bytes, again, padding, cast
+        )
     cast = rows * (d + f / of_inner)
-    return Grouped(*of, row_bytes, 11 if carries else 7, inner_bytes, padding=padding, cast=cast)
+    return Grouped(*of, row_bytes, 11 if carries else 7, inner_bytes, apart_bytes, padding=padding, cast=cast)
 
 
 def _block(block: Block) -> dict[str, Any]:

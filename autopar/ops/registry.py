@@ -169,8 +169,8 @@ class Grouped:
 
     operand: the number of the one that they are copied from, choices: how often each of its rows is. groups: how many there are.
     row_bytes: of rows that are moved; passes: over them, in emitted programs. inner_bytes: read and written between products, at
-    least. again: share of the op's work that makes again what could have been kept. padding: rows over those that there are,
-    where the host does not know how many. cast: elements that software in 8 or 4 bits casts before its products.
+    least; apart_bytes: op by op. again: share of the op's work that makes again what could have been kept. padding: rows over
+    those that there are, where the host does not know how many. cast: elements that software in 8 or 4 bits casts before them.
     """
 
     operand: int
@@ -179,6 +179,7 @@ class Grouped:
     row_bytes: float
     passes: float
     inner_bytes: float
+    apart_bytes: float
     again: float = 0.0
     padding: float = 1.0
     cast: float = 0.0

@@ -9,7 +9,9 @@ activations in memory. With T tokens on a rank, h hidden, q and kv head widths, 
     passes     the least bytes of norms, residuals, activations and dropout
 
 Communication follows Korthikanti et al.: with sequence parallelism all-gather + reduce-scatter around each block,
-otherwise all-reduce; of it the share `tp_exposed` is not hidden behind the products. Likewise cp, ep.
+otherwise all-reduce; of it the share `tp_exposed` is not hidden behind the products. Likewise cp, ep. In backward Megatron
+gathers the rows of a sequence again for the gradients of weights, behind those of inputs, and scatters these behind those of
+weights, also where nothing else overlaps; torch keeps what was gathered, but for selective checkpoints.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from autopar.costmodel.collective import dispatch_time_s, strided_shape, strided
 from autopar.costmodel.compute import aligned_share, matmul_time_s
 from autopar.costmodel.estimator.workload import Workload
 from autopar.costmodel.flash import attention_share, causal_tile
-from autopar.costmodel.software import CAST_BYTES, LOW_PRECISIONS, TORCH_RING_BYTES
+from autopar.costmodel.software import BEHIND_PRODUCTS, CAST_BYTES, LOW_PRECISIONS, TORCH_RING_BYTES
 
 
 @dataclass
@@ -62,31 +64,47 @@ def layer_bill(w: Workload, moe: bool) -> CallBill:
     core_F, core_B = attention_core(w)
     cost.F += core_F
     cost.B += core_B
-    mlp_F = cost.F
-    if moe:
-        moe_mlp(w, cost)
-    else:
-        dense_mlp(w, cost, w.model.ffn, w.parts.mlp)
-    mlp_F = cost.F - mlp_F
-    products_F = cost.F - core_F
+    before_F = cost.F
+    unread_F = moe_mlp(w, cost) if moe else dense_mlp(w, cost, w.model.ffn, w.parts.mlp)
+    unread_F *= w.software.recompute_stops
+    mlp_F, products_F = cost.F - before_F, cost.F - core_F
     passes = memory_passes(w, moe)
     forward, backward = Work(cost.F) + passes, Work(cost.B) + times(passes, 1.5)
     messages_F, messages_B = communication(w, moe)
     if w.plan.recompute == "full":
-        backward += replace(forward, messages=messages_F)
+        stops = w.software.recompute_stops and not moe
+        sent = {what: s * made_again(w, what, stops) for what, s in messages_F.items()}
+        backward += times(forward + Work(-unread_F), w.plan.recomputed) + Work(messages=sent)
     elif w.plan.recompute == "mlp":
-        backward += Work(mlp_F) + times(passes, 0.5)
+        backward += Work(mlp_F - unread_F) + times(passes, 0.5)
     elif w.plan.recompute == "selective":
         if w.software.is_emitted:
             backward += Work(core_F) + passes
         elif w.model.attention == "materialised":
             backward += Work(core_F)
         elif w.parallel.zero == 3:
-            backward += Work(0.5 * products_F) + passes
+            backward += Work(unsaved_share(w, moe) * products_F) + passes
         else:
             backward += Work(0.1 * mlp_F if moe else 0.0) + times(passes, 0.5)
     forward += Work(messages=messages_F)
     return CallBill(forward, backward + Work(messages=messages_B), Work(cost.W), host_s(w, moe))
+
+
+def made_again(w: Workload, purpose: Purpose, stops: bool) -> float:
+    """Share of a layer's forward messages that full recomputation sends again. stops: before the last product, and what sends its
+    results: of tp's messages a half, a quarter where rows of the sequence are gathered too."""
+    last = (0.25 if w.parallel.sequence_parallel else 0.5) if stops and purpose.what == "tp" else 0.0
+    return w.plan.recomputed * (1 - last)
+
+
+def unsaved_share(w: Workload, moe: bool) -> float:
+    """Share of a layer's products that torch's selective checkpoints by op make again: they save every second result of
+    `torch.mm`, and none of a product in 8 bits, which is another op; the last one is read by nothing. Of experts half."""
+    m = w.model
+    if moe:
+        return 0.5
+    sizes = (m.q_width, m.kv_width, m.kv_width, m.v_width, *[m.ffn] * (1 + m.gated_mlp), m.ffn)
+    return sum(sizes[:-1] if w.software.low_dtype else sizes[1:-1:2]) / sum(sizes)
 
 
 def times(passes: Work, factor: float) -> Work:
@@ -97,7 +115,7 @@ def times(passes: Work, factor: float) -> Work:
 def host_s(w: Workload, moe: bool) -> float:
     """Seconds that the host needs to launch a layer."""
     host = w.software.layer_host_s + (w.software.mixture_host_s(w.model.experts / w.parallel.ep) if moe else 0.0)
-    return host * (4 / 3 if w.plan.recompute == "full" else 1)
+    return host * (1 + w.plan.recomputed / 3 if w.plan.recompute == "full" else 1)
 
 
 def product(
@@ -109,8 +127,9 @@ def product(
     copies: float = 1.0,
     share: float = 1.0,
     grouped: bool = False,
-) -> None:
-    """Adds a matrix product's forward, dx and dw, `copies` of it, and the quantisation passes of low precision.
+) -> float:
+    """Adds a matrix product's forward, dx and dw, `copies` of it, and the quantisation passes of low precision. Gives the seconds
+    of its forward.
 
     shape: (m, n, k). share: of a plain product's efficiency that this one reaches with aligned rows. grouped: the copies are one
     kernel.
@@ -126,6 +145,7 @@ def product(
         per_byte = copies * w.software.cast_passes / w.memory_Bps
         cost.F += CAST_BYTES * m * k * per_byte
         cost.B += CAST_BYTES * m * n * per_byte
+    return seconds
 
 
 def side_by_side(w: Workload, *widths: float) -> tuple[float, ...]:
@@ -169,15 +189,18 @@ def attention_core(w: Workload) -> tuple[float, float]:
     return seconds[0], seconds[1]
 
 
-def dense_mlp(w: Workload, cost: Seconds, width: float, parts: float) -> None:
-    """Up (and gate) and down. parts: that the width is cut into."""
+def dense_mlp(w: Workload, cost: Seconds, width: float, parts: float) -> float:
+    """Up (and gate) and down. parts: that the width is cut into.
+
+    Gives the forward seconds of down, which backward does not read."""
     for wide in side_by_side(w, *[width] * (1 + w.model.gated_mlp)):
         product(w, cost, (w.tokens, wide / parts, w.model.hidden))
-    product(w, cost, (w.tokens, w.model.hidden, width / parts))
+    return product(w, cost, (w.tokens, w.model.hidden, width / parts))
 
 
-def moe_mlp(w: Workload, cost: Seconds) -> None:
-    """Router, grouped expert products (balanced routing), shared experts."""
+def moe_mlp(w: Workload, cost: Seconds) -> float:
+    """Router, grouped expert products (balanced routing), shared experts. Backward reads all results, for the gradients of the
+    router's weights."""
     m, p = w.model, w.parallel
     tokens = w.tokens / (p.tp if p.expert_tp == 1 else 1)
     local = w.local_experts
@@ -192,6 +215,7 @@ def moe_mlp(w: Workload, cost: Seconds) -> None:
     product(w, cost, (w.tokens / w.sequence_split, m.experts, m.hidden), precision=w.wide)
     if m.shared_experts:
         dense_mlp(w, cost, m.shared_experts * m.expert_ffn, w.mlp_parts(True))
+    return 0.0
 
 
 def memory_passes(w: Workload, moe: bool) -> Work:
@@ -200,21 +224,21 @@ def memory_passes(w: Workload, moe: bool) -> Work:
     The least bytes per token, in 16 bits: 20 h (two norms, two residual additions), 4 (q + kv) (rotary), 2 (up + 1) f
     (activation). Routed tokens are moved `routed_passes` times whatever the kernels.
     """
-    m, p, c = w.model, w.parallel, w.software.constants
+    m, p = w.model, w.parallel
     up = 2 if m.gated_mlp else 1
     width = ((m.topk + m.shared_experts) * m.expert_ffn if moe else m.ffn) / w.mlp_parts(moe)
     per_token = 20 * m.hidden / w.sequence_split
     per_token += 4 * (m.q_width + m.kv_width) / w.parts.heads + 2 * (up + 1) * width
     least_s = w.tokens * per_token * w.width / 2 / w.memory_Bps
-    apart_s = w.tokens * bytes_op_by_op(w, width) / w.memory_Bps if w.software.is_emitted else c.eager_passes * least_s
+    apart_s = w.tokens * bytes_op_by_op(w, width) / w.memory_Bps
     moved = w.software.routed_passes * w.width * w.tokens * m.topk * m.hidden / p.tp if moe else 0.0
     return Work(moved / w.memory_Bps, least_s, apart_s)
 
 
 def bytes_op_by_op(w: Workload, width: float) -> float:
-    """Bytes per token that forward passes of an emitted program move, of an MLP of a width on a rank: norms in 32 bits between
-    casts, two residual additions, of queries and keys two products, two halves put together, one negated and a sum, and the
-    activation, times what it gates."""
+    """Bytes per token that forward passes move where every op is a kernel, of an MLP of a width on a rank: norms in 32 bits
+    between casts, two residual additions, of queries and keys two products, two halves put together, one negated and a sum, and
+    the activation, times what it gates."""
     m = w.model
     norms = 2 * m.hidden * (8 + (2 * (w.width + 4) if w.width < 4 else 0)) / w.sequence_split
     turned = 11 * (m.q_width + m.kv_width) / w.parts.heads if m.gated_mlp else 0.0
@@ -234,9 +258,11 @@ def communication(w: Workload, moe: bool) -> tuple[Messages, Messages]:
         blocks = 1 if moe and p.expert_tp == 1 else 2
         if p.sequence_parallel:
             one = strided_time_s(cluster, "all_gather", activations, 1, p.tp)
-            tp = Purpose("tp", "tp_exposed")
-            again = not w.software.is_emitted  # frameworks gather rows of a sequence again for the gradients of weights
-            forward[tp], backward[tp] = 2 * blocks * one, (2 + again) * blocks * one
+            forward[TP] = backward[TP] = 2 * blocks * one
+            if w.software.regathers:
+                backward[TP], backward[TP_BEHIND] = blocks * one, 2 * blocks * one
+            elif w.plan.recompute == "selective" and p.zero == 3:
+                backward[TP] += blocks * one
         else:
             one = strided_time_s(cluster, "all_reduce", activations, 1, p.tp)
             forward[Purpose("tp")] = backward[Purpose("tp")] = blocks * one
@@ -255,7 +281,8 @@ def communication(w: Workload, moe: bool) -> tuple[Messages, Messages]:
     return forward, backward
 
 
-CP, EP = Purpose("cp", "cp_exposed"), Purpose("ep", "ep_exposed")
+TP, CP, EP = Purpose("tp", "tp_exposed"), Purpose("cp", "cp_exposed"), Purpose("ep", "ep_exposed")
+TP_BEHIND = Purpose("tp", BEHIND_PRODUCTS)
 
 
 def head_bill(w: Workload) -> CallBill:

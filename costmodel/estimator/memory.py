@@ -176,7 +176,10 @@ def stage_memory(w: Workload, stage: int, layers: int) -> Memory:
     embeddings = (stage == 0) + (stage == p.pp - 1 and not (model.tied_embeddings and p.pp == 1))
     weights, gradients, optimizer = state_bytes(w, *stage_params(w, layers, embeddings))
     held = microbatches_held(w.plan.schedule, stage, p.pp, w.microbatches, p.V)
-    activations = held * layers * layer_activation_bytes(w, w.plan.recompute)
+    kept = layer_activation_bytes(w, w.plan.recompute)
+    if w.plan.recomputed < 1:
+        kept += (1 - w.plan.recomputed) * (layer_activation_bytes(w, "none") - kept)
+    activations = held * layers * kept
     if stage == p.pp - 1:
         activations += 2 * T * model.hidden / w.sequence_split
     if w.software.is_emitted:

@@ -4,10 +4,13 @@ Defaults: a null network rate is the device family's usual one; a null microbatc
 unknown ZeRO level is 2 within one node (Alpa's own choice), else 1; attention is "materialised" when the row says so or
 is an fp16 GPT run or a V100 (recipes and devices from before flash attention), else flash; kernels are "fused" when
 compiled (torch.compile, XLA) or on Hopper and later without PyTorch FSDP (Transformer Engine), else "eager"; attention is torch's
-with torch.compile, and adds a bias where the row says so. Gradients
-take 4 bytes; 2 with DeepSpeed in fp16 and with Alpa, 6 with DeepSpeed in bf16 (a second fp32 copy). They travel in 2,
-with FSDP's DEFAULT mixed precision in 4. Sequence parallelism overlaps its communication from Hopper on, unless the
-row says otherwise. DeepSpeed has 7 GB of buckets; Alpa (V100 rows) reduces after the backward.
+with torch.compile, and adds a bias where the row says so. Checkpoints of PyTorch FSDP and XLA make no product again that
+backward does not read, Megatron's make the whole layer. Gradients take 4 bytes;
+2 with DeepSpeed in fp16 and with Alpa, 6 with DeepSpeed in bf16 (a second fp32 copy). They travel in 2,
+with FSDP's DEFAULT mixed precision in 4. Parameters travel in 1 byte where products are in 8 bits (Megatron Bridge's
+`fp8_param_gather`, which its FP8 recipes and NeMo's set; torchtitan's float8 all-gather), with FSDP's mixed precision in 2.
+Sequence parallelism overlaps its communication from Hopper on, unless the row says otherwise. DeepSpeed
+has 7 GB of buckets; Alpa (V100 rows) reduces after the backward.
 """
 
 from __future__ import annotations
@@ -131,13 +134,16 @@ def row_overlap_tp(row: Mapping[str, Any]) -> bool:
 
 def row_dispatch(row: Mapping[str, Any]) -> str:
     """How tokens travel to their experts: as the row says, once with AutoModel, else by Megatron's default, all_to_alls."""
-    said = (row.get("recompute_detail") or {}).get("moe_dispatcher")
+    said = (row.get("recompute_detail") or {}).get("moe_dispatcher") or "HybridEP" in str(row.get("notes"))
     return "once" if said or "AutoModel" in str(row["parallel"].get("framework")) else "each"
 
 
 def row_graphs(row: Mapping[str, Any]) -> str:
     """The part of a step that the host launches as a graph, as the row says."""
-    what, parts = (row.get("recompute_detail") or {}).get("cuda_graph") or (None, None)
+    what, parts = (row.get("recompute_detail") or {}).get("cuda_graph") or (
+        None,
+        "CUDA graphs" in str(row.get("notes")),
+    )
     if what in ("full_iteration", "local"):
         return "step"
     return "layers" if parts else ""
@@ -146,7 +152,29 @@ def row_graphs(row: Mapping[str, Any]) -> str:
 def row_recompute(row: Mapping[str, Any]) -> str:
     """JAX's selective policies drop the MLP; unknown is none."""
     said = str(row.get("recompute"))
+    if said == "selective" and recomputed_share(row) < 1:
+        return "full"
     return {"full": "full", "selective": "mlp" if is_jax(row["parallel"]) else "selective"}.get(said, "none")
+
+
+def recomputed_share(row: Mapping[str, Any]) -> float:
+    """The share of the layers that are made again, as the row says: so many of each stage, or every second one; else all."""
+    of_stage = (row.get("recompute_detail") or {}).get("recompute_num_layers")
+    if of_stage:
+        return min(1.0, float(of_stage) * int(row["parallel"].get("pp") or 1) / float(row["model"]["layers"]))
+    return 0.5 if "every 2nd layer" in str(row.get("notes")) else 1.0
+
+
+def recompute_stops(row: Mapping[str, Any]) -> bool:
+    """Whether the layers made again are left where backward has all that it reads: with torch's checkpoints (FSDP) and XLA."""
+    parallel = row["parallel"]
+    return bool(parallel.get("fsdp")) or is_jax(parallel)
+
+
+def row_copy_bytes(row: Mapping[str, Any]) -> float:
+    """Bytes in which a parameter is gathered: one in 8 bits, but for FSDP's mixed precision, which knows 16."""
+    in_16 = row["parallel"].get("fsdp_mixed_precision") or str(row["model"].get("dtype")) not in ("fp8", "mxfp8")
+    return 2.0 if in_16 else 1.0
 
 
 def row_plan(row: Mapping[str, Any]) -> StepPlan:
@@ -162,9 +190,8 @@ def row_plan(row: Mapping[str, Any]) -> StepPlan:
         zero=int(zero),
         shard_group=p.get("zero1_group") or p.get("shard_group"),
     )
-    return StepPlan(
-        parallel, int(row["batch"].get("micro") or 1), row_recompute(row), str(row.get("schedule") or "none")
-    )
+    micro, schedule = int(row["batch"].get("micro") or 1), str(row.get("schedule") or "none")
+    return StepPlan(parallel, micro, row_recompute(row), schedule, recomputed=recomputed_share(row))
 
 
 def row_software(row: Mapping[str, Any], constants: StepConstants) -> Software:
@@ -183,6 +210,9 @@ def row_software(row: Mapping[str, Any], constants: StepConstants) -> Software:
         graphs=row_graphs(row),
         grad_bytes=2.0 if alpa else (2.0 if dtype == "fp16" else 6.0) if deepspeed else 4.0,
         reduce_bytes=4.0 if row["parallel"].get("fsdp_mixed_precision") == "DEFAULT" else 2.0,
+        copy_bytes=row_copy_bytes(row),
+        recompute_stops=recompute_stops(row),
+        regathers=not recompute_stops(row),
         late_reduction=alpa,
         buffer_bytes=7e9 if deepspeed else 0.0,
         constants=constants,

@@ -27,7 +27,8 @@ class StepPlan:
 
     micro_batch: sequences that a data-parallel rank takes at a time. recompute: none, selective (attention core, cheap
     operations), mlp, or full. schedule: of the pipeline. offload: to host memory, none, activations (hidden behind
-    compute as far as the host link allows), or optimizer.
+    compute as far as the host link allows), or optimizer. recomputed: share of the layers that "full" holds for, the others
+    keep all.
     """
 
     parallel: ParallelConfig
@@ -35,13 +36,18 @@ class StepPlan:
     recompute: str = "none"
     schedule: str = "1f1b"
     offload: str = "none"
+    recomputed: float = 1.0
 
     def check(self) -> None:
-        """Raises ConstraintError for a recompute or an offload that does not exist."""
+        """Raises ConstraintError for a recompute or an offload that does not exist, and for a share that is none."""
         if self.recompute not in RECOMPUTES:
             raise ConstraintError(f"recompute is none, selective, mlp or full, got {self.recompute!r}")
         if self.offload not in OFFLOADS:
             raise ConstraintError(f"offload is none, activations or optimizer, got {self.offload!r}")
+        if not 0 < self.recomputed <= 1:
+            raise ConstraintError(
+                f"recomputed is a share of the layers, above 0 and at most 1, got {self.recomputed!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -156,5 +162,6 @@ def not_emitted(w: Workload) -> str:
         > 0,
         "ZeRO over a part of the ranks that take the batch": p.shard_group not in (None, p.dp),
         f"recompute {w.plan.recompute!r}: Options.recompute is none, selective or full": w.plan.recompute == "mlp",
+        "recompute 'full' of some layers: Options.recompute holds for all": w.plan.recomputed < 1,
     }
     return "; ".join(reason for reason, holds in reasons.items() if holds)

@@ -27,7 +27,9 @@ def moved_bytes(grouped: Grouped | None, software: Software, along: Sequence[int
     passes = software.routed_passes if software.keeps_rows else grouped.passes
     if len(along) > 1 and not software.keeps_rows:
         passes += LEG_PASSES * visits(along[0], grouped.choices) / grouped.choices
-    inner = c.fused_passes if software.kernels == "fused" else c.eager_passes
+    inner_bytes = c.fused_passes * grouped.inner_bytes
+    if software.kernels != "fused":
+        inner_bytes = (c.eager_share if software.kernels == "eager" else 1.0) * grouped.apart_bytes
     cast_bytes = CAST_BYTES * software.cast_passes * grouped.cast
     padding = 1.0 if device == CPU or software.keeps_rows else grouped.padding
-    return cast_bytes + padding * (passes * grouped.row_bytes + inner * grouped.inner_bytes)
+    return cast_bytes + padding * (passes * grouped.row_bytes + inner_bytes)
