@@ -29,7 +29,7 @@ from autopar.passes.search.one_mesh.short_memory import ShortMemorySearch
 from autopar.passes.search.stages.branches import search_branches
 from autopar.passes.search.stages.laid_out import search_laid_out
 from autopar.passes.search.stages.limits import asks_for_pipeline, check_pipeline_options, leaves_stages_open
-from autopar.passes.search.stages.pipelines import Rival, search_pipelines
+from autopar.passes.search.stages.pipelines import Rival, search_finer, search_pipelines
 from autopar.passes.search.stages.submesh import SubmeshPlans
 from autopar.passes.search.task import RankedPlans, Task
 from autopar.passes.search.zigzag import search_zigzag
@@ -86,7 +86,11 @@ def _on_all(task: Task, batch: int, rankings: dict[str, RankedPlans]) -> Iterato
     """The kinds of plans on all ranks of a task. rankings: theirs, as they are found."""
     submeshes = SubmeshPlans(TasksByCount(task, batch))
     short_memory = ShortMemorySearch(submeshes.tasks)
-    return chain(_kinds(submeshes, short_memory), _in_order(task, batch, rankings, short_memory))
+    return chain(
+        _kinds(submeshes, short_memory),
+        _on_finer_meshes(submeshes, rankings),
+        _in_order(task, batch, rankings, short_memory),
+    )
 
 
 def _on_fewer(task: Task, batch: int) -> Iterator[Kind]:
@@ -162,6 +166,14 @@ def _pipelines(submeshes: SubmeshPlans, best_s: float, rival: Rival | None = Non
             shortages.append(error)
     if shortages and not found:
         raise shortages[0]
+
+
+def _on_finer_meshes(submeshes: SubmeshPlans, rankings: dict[str, RankedPlans]) -> Iterator[Kind]:
+    """The kind that tries finer meshes of stages, where devices are alike and the best plan so far has stages. rankings: of the
+    kinds before it."""
+    plans = sorted((ranking[0][1] for ranking in rankings.values()), key=lambda plan: plan.step_s)
+    if plans and len(plans[0].plan.stages) > 1 and submeshes.task.cluster.homogeneous_devices:
+        yield "pipelines on finer meshes", lambda _: search_finer(submeshes, plans[0])
 
 
 def _in_order(

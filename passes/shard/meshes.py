@@ -61,15 +61,17 @@ def candidate_meshes(
     return [for_rows(mesh, rows, options.rebalance) for mesh in meshes]
 
 
-def finer_meshes(cluster: ClusterSpec, options: Options, middle: str, rows: int | None = None) -> list[Mesh]:
-    """Meshes of the whole cluster with an axis `middle`, a power of two of ranks, inside `dp`: around an axis `tp` inside the
-    fast links, or by itself and across these. None where the options say axes, or an odd part of the ranks has one. rows: as of
+def finer_meshes(
+    cluster: ClusterSpec, options: Options, middle: str, ranks: int, rows: int | None = None
+) -> list[Mesh]:
+    """Meshes of so many ranks with an axis `middle`, a power of two of them, inside `dp`: around an axis `tp` inside the fast
+    links, or by itself and across these. None where the options say axes, or an odd part of the ranks has one. rows: as of
     `candidate_meshes`."""
-    if options.mesh is not None or options.axes is not None or odd_part(cluster.size) > 1:
+    if options.mesh is not None or options.axes is not None or odd_part(ranks) > 1:
         return []
-    meshes, fast = [], _fast(cluster, cluster.size)
-    for k in (*_inner(cluster, cluster.size)[:3], 1):
-        rest, between = cluster.size // k, 2
+    meshes, fast = [], _fast(cluster, ranks)
+    for k in (*_inner(cluster, ranks)[:3], 1):
+        rest, between = ranks // k, 2
         while rest % between == 0 and rest > between:
             if k > 1 or between > fast:
                 meshes.append(Mesh.of(**{"dp": rest // between, middle: between, **({"tp": k} if k > 1 else {})}))

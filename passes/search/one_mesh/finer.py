@@ -23,14 +23,26 @@ NEARLY = 1.01
 def meshes_worth_trying(task: Task, steps: Iterable[tuple[Mesh, float]]) -> list[Mesh]:
     """The finer meshes that may be faster than those that were tried. steps: these, with the seconds that a plan takes there
     at least (infinite where none fits)."""
+    if not second_axis_paid(steps):
+        return []
+    meshes = finer_meshes_of(task, task.cluster.size, rows_of(task.program))
+    return [mesh for mesh in map(task.sharing, meshes) if not mesh.uneven]
+
+
+def second_axis_paid(steps: Iterable[tuple[Mesh, float]]) -> bool:
+    """Whether the best of these plans on two axes takes little more than the best on one. steps: as of `meshes_worth_trying`."""
     least = dict.fromkeys((1, 2), math.inf)
     for mesh, seconds in steps:
         axes = sum(size > 1 for _, size in mesh.axes)
         least[axes] = min(least.get(axes, math.inf), seconds)
-    if task.options.strategy != "auto" or task.layout is not None or least[2] >= NEARLY * least[1]:
+    return least[2] < NEARLY * least[1]
+
+
+def finer_meshes_of(task: Task, ranks: int, rows: int | None = None) -> list[Mesh]:
+    """The finer meshes of so many ranks. rows: of a microbatch, where they are known."""
+    if task.options.strategy != "auto" or task.layout is not None:
         return []
     middle = EXPERTS if numbers_of_experts(task.program, task.rules) else CONTEXT
-    if middle == CONTEXT and task.cluster.size <= task.cluster.levels[0].group_size:
+    if middle == CONTEXT and ranks <= task.cluster.levels[0].group_size:
         return []
-    meshes = finer_meshes(task.cluster, task.options, middle, rows_of(task.program))
-    return [mesh for mesh in map(task.sharing, meshes) if not mesh.uneven]
+    return finer_meshes(task.cluster, task.options, middle, ranks, rows)

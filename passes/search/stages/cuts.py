@@ -18,11 +18,14 @@ from autopar.errors import InfeasibleError, InputError
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes.lower.cut import cut_points
+from autopar.passes.rules.per_axis import taken_by
 from autopar.passes.schedule import schedule_row
 from autopar.passes.search.lower_bounds import could_fit, host_s, least_busy_s, least_bytes, least_step_s
 from autopar.passes.search.stages.draft import Draft
+from autopar.passes.search.stages.finer import finer_submeshes
 from autopar.passes.search.stages.limits import StageLimits, boundary_calls
 from autopar.passes.search.stages.submesh import (
+    Axes,
     PlansAtTwoCounts,
     SubmeshPlan,
     SubmeshPlans,
@@ -34,9 +37,6 @@ from autopar.passes.search.stages.submesh import (
 )
 from autopar.passes.search.task import Task
 from autopar.passes.stage import StageProblem, StageShortage, evaluate, solve_stages
-
-Axes = tuple[tuple[str, int], ...]
-"""The axes of a mesh: names and sizes."""
 
 MOST_CHUNKED = 6
 """Cuts that are made again with several stages per group."""
@@ -57,6 +57,7 @@ class CutSearch:
         self.limits = StageLimits.of(self.task)
         self.nearest: StageShortage | None = None
         self._least_bytes: dict[Program, tuple[float, float]] = {}
+        self._first_plans: PlansAtTwoCounts | None = None
 
     # --- rough ----------------------------------------------------------------------------------------------------------
 
@@ -69,10 +70,26 @@ class CutSearch:
         counts = self.submeshes.tasks.counts()
         if not counts:
             return []
-        plans = self._plans(*two_counts(counts))
-        chunks = task.options.chunks
+        self._first_plans = self._plans(self.limits.submeshes(task), *two_counts(counts), self.best_s)
+        return self._drafts(self._first_plans)
+
+    def finer(self, cuts: Sequence[Draft], estimate_s: float) -> list[Draft]:
+        """Cuts on finer meshes whose estimates are below estimate_s, best first. cuts: on the first meshes, best first."""
+        first, to_beat_s = self._first_plans, min(estimate_s, self.best_s)
+        meshes = finer_submeshes(self.task, cuts)
+        if first is None or not meshes:
+            return []
+        self.submeshes.narrow(meshes, taken_by(plan.plan for pair in first.pairs for plan in pair))
+        plans = self._plans(meshes, first.low, first.high, to_beat_s)
+        beside = first.pairs if self.limits.mixed else []
+        drafts = self._drafts(replace(plans, pairs=[*beside, *plans.pairs])) if plans.pairs else []
+        return [draft for draft in drafts if draft.step_s < to_beat_s]
+
+    def _drafts(self, plans: PlansAtTwoCounts) -> list[Draft]:
+        """Cuts on the submeshes of these plans for every number of microbatches, best first."""
+        task, chunks = self.task, self.task.options.chunks
         drafts: list[Draft] = []
-        for M in counts:
+        for M in self.submeshes.tasks.counts():
             cuts = self._cuts(self.submeshes.tasks.at(M), M, plans.at(M), math.inf, chunks or 1)
             drafts += [cut for cut in cuts if isinstance(cut, Draft)]
         drafts += self._on_one_mesh(drafts)
@@ -80,14 +97,14 @@ class CutSearch:
             drafts += self._chunked(drafts)
         return sorted(drafts, key=lambda draft: draft.step_s)
 
-    def _plans(self, low: int, high: int) -> PlansAtTwoCounts:
-        """Plans on all submeshes that might win."""
+    def _plans(self, submeshes: Sequence[Mesh], low: int, high: int, best_s: float) -> PlansAtTwoCounts:
+        """Plans on those of these submeshes that might win. best_s: step time to beat."""
         task, share = self.submeshes.tasks.at(high), 1 / self.task.cluster.size
-        # Where kinds differ, groups of a slow one do less than their part.
-        best_s = self.best_s if len(self.limits.kinds) == 1 else math.inf
+        if len(self.limits.kinds) > 1:  # groups of a slow kind do less than their part
+            best_s = math.inf
         meshes = [
             mesh
-            for mesh in self.limits.submeshes(self.task)
+            for mesh in submeshes
             if low * least_busy_s(self.submeshes.tasks.at(low), mesh) * mesh.size * share < best_s
         ]
         pairs: list[tuple[SubmeshPlan, SubmeshPlan]] = []

@@ -7,11 +7,13 @@ program as captured (`autopar.passes.search.stages.plan_of_draft`), each under i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from autopar.errors import NoRoomError
+from autopar.ir.mesh import Mesh
 from autopar.ir.text import size_text
 from autopar.passes.search.lower_bounds import least_bytes
+from autopar.passes.search.one_mesh.finer import finer_meshes_of
 from autopar.passes.search.stages.cuts import CutSearch
 from autopar.passes.search.stages.draft import Draft
 from autopar.passes.search.stages.limits import asks_for_pipeline
@@ -26,6 +28,7 @@ from autopar.passes.search.stages.plan_of_draft import (
 from autopar.passes.search.stages.submesh import SubmeshPlans
 from autopar.passes.search.task import RankedPlans, Task
 from autopar.passes.search.workers import Answers
+from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.stage import StageShortage
 
 Drafts = Answers[Draft, tuple[list[DraftInMemory], StageShortage | None]]
@@ -54,30 +57,53 @@ def search_pipelines(submeshes: SubmeshPlans, best_s: float, rival: Rival | None
     """
     task = submeshes.task
     search = CutSearch(submeshes, best_s)
-    roughs = _roughs(search)
+    roughs = _roughs(search, search.rough())
     if rival is not None and roughs:
-        best_s = search.best_s = min(best_s, rival(roughs[0].step_s, best_s))
+        search.best_s = min(best_s, rival(roughs[0].step_s, best_s))
     plans: list[DraftPlan] = []
-    tried: list[tuple[float, float]] = []
-
-    def to_beat_s() -> float:
-        return plans[0].cost_s if plans else best_s
-
-    with _drafts(search, roughs) as drafts:
-        for in_memory in _promising(search, roughs, drafts, lambda: estimate_to_beat_s(to_beat_s(), tried)):
-            if in_memory.draft.step_s >= to_beat_s() or len(plans) >= MOST_PLANNED:
-                break
-            plan = plan_that_fits(search.exact, in_memory, to_beat_s())
-            tried.append((in_memory.draft.step_s, to_beat_s() if plan is None else plan.cost_s))
-            if plan is not None and plan.cost_s < to_beat_s():
-                plans = [plan, *plans]
-                yield ranked(plans)
+    for plan in _faster_and_faster(search, roughs):
+        plans = [plan, *plans]
+        yield ranked(plans)
     if plans:
         yield ranked([relieved(plans[0]), *plans[1:]])
     elif asks_for_pipeline(task.options):
         error = NoRoomError(_no_pipeline(task, search.nearest))
         error.would_fit_bytes = search.nearest.needed_bytes if search.nearest is not None else None
         raise error
+
+
+def search_finer(submeshes: SubmeshPlans, best: PricedPlan) -> Iterator[RankedPlans]:
+    """Pipelines with stages on finer meshes that are faster than the best plan so far, whenever there is a better one.
+
+    submeshes: after the search that found this plan, a pipeline. Estimates are held against the estimate of such a cut as it is.
+    """
+    search = CutSearch(submeshes, best.step_s)
+    sizes = {mesh.size for mesh in search.limits.submeshes(search.task)}
+    if not any(finer_meshes_of(search.task, ranks) for ranks in sizes):
+        return
+    cuts = search.rough()
+    kind = _kind(best.plan.microbatches, (stage.mesh for stage in best.plan.stages))
+    estimate_s = min((cut.step_s for cut in cuts if _kind(cut.microbatches, cut.used_meshes()) == kind), default=0.0)
+    plans: list[DraftPlan] = []
+    for plan in _faster_and_faster(search, _roughs(search, search.finer(cuts, estimate_s))):
+        plans = [plan, *plans]
+        yield ranked(plans)
+    if plans:
+        yield ranked([relieved(plans[0]), *plans[1:]])
+
+
+def _faster_and_faster(search: CutSearch, roughs: Sequence[Draft]) -> Iterator[DraftPlan]:
+    """Plans of rough cuts, each faster than those before it and than the search's best_s."""
+    steps_s, tried = [search.best_s], list[tuple[float, float]]()
+    with _drafts(search, roughs) as drafts:
+        for in_memory in _promising(search, roughs, drafts, lambda: estimate_to_beat_s(steps_s[-1], tried)):
+            if in_memory.draft.step_s >= steps_s[-1] or len(steps_s) > MOST_PLANNED:
+                return
+            plan = plan_that_fits(search.exact, in_memory, steps_s[-1])
+            tried.append((in_memory.draft.step_s, steps_s[-1] if plan is None else plan.cost_s))
+            if plan is not None and plan.cost_s < steps_s[-1]:
+                steps_s.append(plan.cost_s)
+                yield plan
 
 
 def estimate_to_beat_s(best_s: float, tried: Sequence[tuple[float, float]]) -> float:
@@ -90,15 +116,15 @@ def estimate_to_beat_s(best_s: float, tried: Sequence[tuple[float, float]]) -> f
     return min(best_s, max(best_s / (1 + _OFF_ALIKE * (off - 1)), _ROUGHNESS * least_s))
 
 
-def _roughs(search: CutSearch) -> list[Draft]:
-    """The most promising cuts that might fit in memory, best first."""
+def _roughs(search: CutSearch, cuts: Sequence[Draft]) -> list[Draft]:
+    """The most promising cuts that might fit in memory. cuts: best first."""
     tried: set[tuple[object, ...]] = set()
     roughs: list[Draft] = []
-    for rough in search.rough():
+    for rough in cuts:
         if rough.step_s >= search.best_s * _FASTER or len(tried) >= MOST_TRIED:
             break
         if search.within_reach(rough):
-            tried.add(_kind(rough))
+            tried.add(_kind(rough.microbatches, rough.used_meshes()))
             roughs.append(rough)
     return roughs
 
@@ -136,9 +162,9 @@ def _promising(
     yield from in_memory
 
 
-def _kind(rough: Draft) -> tuple[object, ...]:
+def _kind(microbatches: int, meshes: Iterable[Mesh]) -> tuple[object, ...]:
     """The kind of a cut, by which different cuts are counted apart: microbatches and meshes."""
-    return rough.microbatches, *sorted({mesh.axes for mesh in rough.used_meshes()})
+    return microbatches, *sorted({mesh.axes for mesh in meshes})
 
 
 def _cut(in_memory: DraftInMemory) -> tuple[object, ...]:

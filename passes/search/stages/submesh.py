@@ -22,6 +22,7 @@ from autopar.ir.setting import Setting
 from autopar.passes.account.calls import Units, boundaries, measure
 from autopar.passes.lower.repeats import Shortened, shortened, whole
 from autopar.passes.lower.stage import lower_stage
+from autopar.passes.rules.per_axis import PerAxis
 from autopar.passes.schedule import schedule_row, tried_by_default
 from autopar.passes.search.microbatches import TasksByCount
 from autopar.passes.search.one_mesh.joint import JointSearch
@@ -29,10 +30,13 @@ from autopar.passes.search.one_mesh.within_memory import joint_on, solution_of
 from autopar.passes.search.task import Task
 from autopar.passes.search.workers import Answers
 from autopar.passes.shard.solve import Shortage, Solution
-from autopar.passes.shard.solve_mesh import solve_mesh
+from autopar.passes.shard.solve_mesh import OnMesh, solve_mesh
 from autopar.passes.shard.uneven import for_rows, rows_of
 from autopar.passes.stage import StageOption
 from autopar.plan import StagePlan
+
+Axes = tuple[tuple[str, int], ...]
+"""The axes of a mesh: names and sizes."""
 
 _CLOSE = 0.01
 """Relative distance to its bound at which a plan for a submesh is good enough."""
@@ -58,6 +62,7 @@ class SubmeshPlans:
         self._plans: dict[tuple[int, Mesh, float, str], SubmeshPlan | None] = {}
         self._joints: dict[tuple[int, Mesh], tuple[Task, JointSearch]] = {}
         self._shortened: dict[Program, Shortened] = {}
+        self._per_axis: dict[Axes, PerAxis] = {}
 
     @property
     def task(self) -> Task:
@@ -68,7 +73,12 @@ class SubmeshPlans:
         """The same plans; what is replaced in the copy does not matter to the original."""
         copy = SubmeshPlans(self.tasks.copy())
         copy._plans = dict(self._plans)
+        copy._per_axis = dict(self._per_axis)
         return copy
+
+    def narrow(self, meshes: Iterable[Mesh], per_axis: PerAxis) -> None:
+        """Plan on submeshes with these axes with what ops may take along an axis (`autopar.passes.rules.per_axis`)."""
+        self._per_axis |= dict.fromkeys((mesh.axes for mesh in meshes), per_axis)
 
     def use(self, M: int, task: Task) -> None:
         """Plan for this task in M microbatches from here on: plans of another one are forgotten."""
@@ -89,8 +99,11 @@ class SubmeshPlans:
         if key not in self._plans:
             budget = share * groups * task.limit_at(mesh)
             held = task.sharing(for_rows(mesh, rows_of(task.program), task.options.rebalance))
-            joint = self._joint(task, M, held, groups) if policy == "auto" else None
-            solved = _by_joint(joint, budget) if joint is not None else _by_policy(task, held, budget, groups, policy)
+            per_axis = self._per_axis.get(mesh.axes)
+            if policy == "auto":
+                solved = _by_joint(self._joint(task, M, held, groups, per_axis), budget)
+            else:
+                solved = _by_policy(task.on(held, _first_stage(task, groups), per_axis), budget, policy)
             self._plans[key] = _measured(task, self._short(task), held, *solved) if solved is not None else None
         return self._plans.get(key)
 
@@ -122,11 +135,11 @@ class SubmeshPlans:
             self._shortened[task.program] = shortened(task.program, task.parameter_kind)
         return self._shortened[task.program]
 
-    def _joint(self, task: Task, M: int, mesh: Mesh, groups: int) -> JointSearch:
+    def _joint(self, task: Task, M: int, mesh: Mesh, groups: int, per_axis: PerAxis | None) -> JointSearch:
         """Sharding and recompute of the whole program on one submesh; budgets that are asked in turn share its points."""
         owner, joint = self._joints.get((M, mesh), (None, None))
         if joint is None or owner is not task:
-            joint = joint_on(task, mesh, _first_stage(task, groups), _PRICE_CLOSE)
+            joint = joint_on(task, mesh, _first_stage(task, groups), _PRICE_CLOSE, per_axis)
             self._joints[M, mesh] = task, joint
         return joint
 
@@ -169,11 +182,10 @@ def _by_joint(joint: JointSearch, budget: float) -> tuple[StagePlan, Solution] |
         return None
 
 
-def _by_policy(task: Task, mesh: Mesh, budget: float, groups: int, policy: str) -> tuple[StagePlan, Solution] | None:
+def _by_policy(on: OnMesh, budget: float, policy: str) -> tuple[StagePlan, Solution] | None:
     """The sharding under a recompute policy. budget: bytes of all groups, one device each (0: any)."""
     try:
-        on = task.on(mesh, _first_stage(task, groups))
-        result = solve_mesh(on, task.options.strategy, budget or None, _CLOSE, policy)
+        result = solve_mesh(on, on.options.strategy, budget or None, _CLOSE, policy)
     except (InfeasibleError, ConstraintError):
         return None
     return None if isinstance(result, Shortage) else (result.plan.stages[0], result.solution)

@@ -16,6 +16,7 @@ from autopar import ClusterSpec, Options
 from autopar.ir.mesh import Mesh
 from autopar.passes.rules.per_axis import taken_by
 from autopar.passes.shard.meshes import finer_meshes
+from benchmarks.models import LLAMA_8B, Llama
 from benchmarks.published_models import MIXTRAL, Transformer
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-4)
@@ -30,6 +31,17 @@ def mixture(**options: Any) -> autopar.ParallelProgram:
     return autopar.compile(model, H100, (ids, ids), optimizer=ADAMW, options=Options(pp=1, explain_s=0.0, **options))
 
 
+def in_two_stages(**options: Any) -> autopar.ParallelProgram:
+    """Two layers of a Llama on 64 ranks in two stages, in four microbatches of two sequences each of 128k tokens."""
+    with torch.device("meta"):
+        model, ids = (
+            Llama(replace(LLAMA_8B, layers=2), 131072).to(torch.bfloat16),
+            torch.zeros(8, 131072, dtype=torch.long),
+        )
+    chosen = Options(pp=2, chunks=1, microbatches=4, order=0, explain_s=0.0, **options)
+    return autopar.compile(model, H100, (ids, ids), optimizer=ADAMW, options=chosen)
+
+
 def on_mesh(program: autopar.ParallelProgram, **axes: int) -> float:
     """Seconds of a step of the same request on a mesh that is forced."""
     return program.compile_again(
@@ -39,10 +51,10 @@ def on_mesh(program: autopar.ParallelProgram, **axes: int) -> float:
 
 def test_an_axis_between_rows_and_fast_links_has_any_power_of_two() -> None:
     small = ClusterSpec.preset("dgx-h100", nodes=2)
-    meshes = list(map(str, finer_meshes(small, Options(), "ep")))
+    meshes = list(map(str, finer_meshes(small, Options(), "ep", 16)))
     assert meshes == ["dp=2×ep=2×tp=4", "dp=4×ep=2×tp=2", "dp=2×ep=4×tp=2"]
-    assert "dp=4×ep=16" in map(str, finer_meshes(H100, Options(), "ep")), "two axes, the inner one across nodes"
-    assert finer_meshes(small, Options(axes={"tp": 4}), "ep") == []
+    assert "dp=4×ep=16" in map(str, finer_meshes(H100, Options(), "ep", 64)), "two axes, the inner one across nodes"
+    assert finer_meshes(small, Options(axes={"tp": 4}), "ep", 16) == []
 
 
 def test_experts_get_an_axis_of_their_own_where_that_is_faster() -> None:
@@ -52,6 +64,15 @@ def test_experts_get_an_axis_of_their_own_where_that_is_faster() -> None:
     (stage,) = program.plan.stages
     assert stage.mesh.sizes["ep"] > 8
     assert program.predicted.step_time_s < 0.999 * min(on_mesh(program, dp=64), on_mesh(program, dp=8, tp=8))
+
+
+def test_stages_whose_ranks_are_more_than_rows_get_an_axis_for_sequences() -> None:
+    """On the first meshes of 32 ranks the outer axis takes the rows or shares them, but not both."""
+    program = in_two_stages()
+    assert [dict(stage.mesh.axes) for stage in program.plan.stages] == [{"dp": 2, "cp": 2, "tp": 8}] * 2
+    others = [other for other in program.alternatives if len(other.plan.stages) == 2]
+    assert min(len(other.plan.stages[0].mesh.axes) for other in others) == 2
+    assert all(program.predicted.step_time_s < 0.95 * other.predicted.step_time_s for other in others)
 
 
 def test_choices_of_ops_are_those_of_all_axes_and_plans() -> None:
