@@ -252,7 +252,7 @@ def test_a_masked_mean_over_several_calls_of_a_model_of_ones_own() -> None:
         assert autopar.verify(made, program.model, batch).ok, made.plan.show_meshes()
 
 
-@pytest.mark.slow
+@pytest.mark.few(1)
 @pytest.mark.parametrize("loss", [ignoring, two_denominators, summed], ids=lambda f: f.__name__)
 def test_stages_agree_about_what_is_counted(loss: Loss) -> None:
     program = compiled(loss, 4, ranks=4, pp=1)

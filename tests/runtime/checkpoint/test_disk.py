@@ -170,7 +170,6 @@ def went_on(done, wanted: dict[str, torch.Tensor], steps: list[int]) -> None:
     assert all(tensors(done.run, step) for step in steps)
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_without_space_without_its_directory_and_with_a_log_that_may_not_grow(staged, wanted):  # noqa: F811
     """All in one run, one after the other; each for itself is a slow test."""
     done = staged("in_turn", *ARGUMENTS)
