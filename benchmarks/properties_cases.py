@@ -288,6 +288,12 @@ def _forced(workload: Workload, place: Place) -> list[Question]:
                 found[f"pp={stages} {schedule}"] = {"pp": stages, "schedule": schedule}
             if n > stages and stages == 2:
                 found[f"pp={stages} of dp"] = {"pp": stages, "mesh": {"dp": n // stages}}
+            if n % (8 * stages) == 0 and stages == 2:
+                middle = "ep" if workload.family == "mixture" else "cp"
+                found[f"pp={stages} of three axes"] = {
+                    "pp": stages,
+                    "mesh": {"dp": n // (4 * stages), middle: 2, "tp": 2},
+                }
     return [Question("forced", name, options) for name, options in found.items()]
 
 

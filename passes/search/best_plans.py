@@ -169,10 +169,9 @@ def _pipelines(submeshes: SubmeshPlans, best_s: float, rival: Rival | None = Non
 
 
 def _on_finer_meshes(submeshes: SubmeshPlans, rankings: dict[str, RankedPlans]) -> Iterator[Kind]:
-    """The kind that tries finer meshes of stages, where devices are alike and the best plan so far has stages. rankings: of the
-    kinds before it."""
+    """The kind that tries finer meshes of stages, where the best plan so far has stages. rankings: of the kinds before it."""
     plans = sorted((ranking[0][1] for ranking in rankings.values()), key=lambda plan: plan.step_s)
-    if plans and len(plans[0].plan.stages) > 1 and submeshes.task.cluster.homogeneous_devices:
+    if plans and len(plans[0].plan.stages) > 1:
         yield "pipelines on finer meshes", lambda _: search_finer(submeshes, plans[0])
 
 

@@ -21,6 +21,7 @@ from autopar.ir.program import Program
 from autopar.ir.rule import factors_of
 from autopar.passes.order.dims import causal_attention
 from autopar.passes.order.refused import NotOrdered
+from autopar.passes.rules.per_axis import taken_by
 from autopar.passes.search.layout import Layout
 from autopar.passes.search.microbatches import TasksByCount
 from autopar.passes.search.one_mesh.by_strategy import search_strategies
@@ -103,7 +104,9 @@ def _planned_again(task: Task, batch: int, owner: Task, best: PricedPlan, best_s
     stages, M = best.plan.stages, best.plan.microbatches
     if len(stages) > 1:
         layout = task.layout or Layout.of(best.plan, owner.program)
-        yield from search_laid_out(SubmeshPlans(TasksByCount(task.changed(layout=layout), batch)), layout, best_s)
+        submeshes = SubmeshPlans(TasksByCount(task.changed(layout=layout), batch))
+        submeshes.narrow((stage.mesh for stage in stages if len(stage.mesh.axes) > 2), taken_by(stages))
+        yield from search_laid_out(submeshes, layout, best_s)
         return
     options = replace(task.options, mesh=dict(stages[0].mesh.axes), axes=None, microbatches=M)
     task = task.at(M).changed(options=options)

@@ -81,9 +81,7 @@ class CutSearch:
             return []
         self.submeshes.narrow(meshes, taken_by(plan.plan for pair in first.pairs for plan in pair))
         plans = self._plans(meshes, first.low, first.high, to_beat_s)
-        beside = first.pairs if self.limits.mixed else []
-        drafts = self._drafts(replace(plans, pairs=[*beside, *plans.pairs])) if plans.pairs else []
-        return [draft for draft in drafts if draft.step_s < to_beat_s]
+        return [draft for draft in self._drafts(plans) if draft.step_s < to_beat_s]
 
     def _drafts(self, plans: PlansAtTwoCounts) -> list[Draft]:
         """Cuts on the submeshes of these plans for every number of microbatches, best first."""

@@ -39,6 +39,8 @@ Rival = Callable[[float, float], float]
 
 MOST_TRIED, MOST_PLANNED = 6, 3
 """Different cuts that are made to fit in memory, and plans that are lowered, at most."""
+MOST_FINER = 2
+"""Cuts on finer meshes that are made to fit in memory at most."""
 _ROUGHNESS = 1.03
 """A plan may take so many times the estimate of its draft within memory."""
 _OFF_ALIKE = 0.5
@@ -79,13 +81,13 @@ def search_finer(submeshes: SubmeshPlans, best: PricedPlan) -> Iterator[RankedPl
     """
     search = CutSearch(submeshes, best.step_s)
     sizes = {mesh.size for mesh in search.limits.submeshes(search.task)}
-    if not any(finer_meshes_of(search.task, ranks) for ranks in sizes):
+    if search.limits.mixed or not any(finer_meshes_of(search.task, ranks) for ranks in sizes):
         return
     cuts = search.rough()
     kind = _kind(best.plan.microbatches, (stage.mesh for stage in best.plan.stages))
     estimate_s = min((cut.step_s for cut in cuts if _kind(cut.microbatches, cut.used_meshes()) == kind), default=0.0)
     plans: list[DraftPlan] = []
-    for plan in _faster_and_faster(search, _roughs(search, search.finer(cuts, estimate_s))):
+    for plan in _faster_and_faster(search, _roughs(search, search.finer(cuts, estimate_s))[:MOST_FINER]):
         plans = [plan, *plans]
         yield ranked(plans)
     if plans:

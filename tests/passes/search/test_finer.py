@@ -22,6 +22,7 @@ from benchmarks.published_models import MIXTRAL, Transformer
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-4)
 MIXTURE = replace(MIXTRAL, layers=1)
 H100 = ClusterSpec.preset("dgx-h100", nodes=8)
+SMALL = replace(MIXTRAL, layers=2, hidden=32, heads=8, kv_heads=4, ffn=64, moe_ffn=32, experts=4, vocab=64, seq_len=16)
 
 
 def mixture(**options: Any) -> autopar.ParallelProgram:
@@ -95,3 +96,15 @@ def test_no_forced_mesh_is_faster_than_the_one_that_is_chosen() -> None:
         if math.prod(sizes) == 64:
             axes = {name: n for name, n in zip(("dp", "ep", "tp"), sizes, strict=True) if n > 1}
             assert program.predicted.step_time_s <= 1.005 * on_mesh(program, **axes), axes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("middle", ["ep", "cp"])
+def test_stages_of_three_axes_compute_what_one_device_does(middle: str) -> None:
+    torch.manual_seed(0)
+    model, ids = Transformer(SMALL).double(), torch.randint(0, SMALL.vocab, (8, SMALL.seq_len))
+    cluster = ClusterSpec.homogeneous(devices=16, device="h100", devices_per_node=4)
+    options = Options(pp=2, microbatches=2, mesh={"dp": 2, middle: 2, "tp": 2}, explain_s=0.0)
+    program = autopar.compile(model, cluster, (ids, ids), optimizer=ADAMW, options=options)
+    assert {len(stage.mesh.axes) for stage in program.plan.stages} == {3}
+    assert autopar.verify(program, model, (ids, ids)).max_error <= 1e-9
