@@ -17,7 +17,7 @@ On two ranks a float32 (8, 4) under Adam, stored whole and updated by columns, h
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Generic
 
@@ -175,6 +175,12 @@ def resting(stage: LoweredStage, setting: Setting) -> dict[str, dict[str, float]
 def resting_rows(stage: LoweredStage, setting: Setting) -> Iterator[tuple[StoredParameter, RestingBytes[float]]]:
     """All that rests for every parameter on the rank of a stage that has most."""
     rank = busiest_rank(stage.parameters.values(), stage.mesh)
+    alike: dict[Hashable, tuple[RestingBytes[float], ...]] = {}
     for p in stage.parameters.values():
-        for row in on_rank(p, stage.mesh, setting.kept, rank).rows(setting):
+        specs = p.type, p.storage, p.optimizer, p.narrow
+        kind = setting.optimizer.kind(p.name), p.name in setting.kept, setting.averaged.get(p.name, 0)
+        key = specs, kind, p.contributions > 0, p.owned
+        if key not in alike:
+            alike[key] = tuple(on_rank(p, stage.mesh, setting.kept, rank).rows(setting))
+        for row in alike[key]:
             yield p, row

@@ -230,9 +230,9 @@ class GatheredShard:
     tier: str = ""
 
     @staticmethod
-    def of(gather: ParameterGather, p: StoredParameter, mesh: Mesh) -> GatheredShard:
-        """A parameter's stored shard on its way to where a call uses it."""
-        shard = local(p.type_of(Stored(p.name, gather.dtype is not None)), p.storage, mesh)
+    def of(gather: ParameterGather, p: StoredParameter, lie: Callable[[TensorType, Spec], Layout]) -> GatheredShard:
+        """A parameter's stored shard on its way to where a call uses it. lie: the layout of a rank's block."""
+        shard = lie(p.type_of(Stored(p.name, gather.dtype is not None)), p.storage)
         return GatheredShard(shard, gather.steps, gather.dtype, p.tier)
 
 

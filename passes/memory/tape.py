@@ -7,8 +7,9 @@ for every call, so that what a call frees depends on what its caller still holds
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 
 from autopar.ir.lines import Function, GoOn, Line, Start, Wait
 from autopar.passes.memory.probe import Probe
@@ -96,12 +97,26 @@ class Event:
 
 @dataclass(frozen=True)
 class Tape:
-    """Events over slots, arguments first. returns: slots (-1: nothing); layouts of what is returned."""
+    """Events over slots, arguments first. returns: slots (-1: nothing); layouts of what is returned. effects: of the whole tape,
+    by how the storages of its arguments are held."""
 
     slots: int
     events: tuple[Event, ...]
     returns: tuple[int, ...]
     layouts: tuple[Layout | None, ...]
+    effects: dict[Hashable, TapeEffect] = field(default_factory=dict, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class TapeEffect:
+    """The effect of a tape as a whole: the most above what is alive before it (None: nothing is asked for), bytes that are alive
+    more afterwards, the sizes of fresh storages among its results, and each result as its storage: of an argument by number,
+    fresh ones after these (-1: none)."""
+
+    peak: int | None
+    grown: int
+    fresh: tuple[int, ...]
+    results: tuple[int, ...]
 
 
 def dropped_after(function: Function, kept: set[str]) -> list[tuple[str, ...]]:
@@ -147,8 +162,56 @@ def tape(function: Function, returned: Sequence[str | None], layouts: Sequence[L
 def play(machine: Machine, played: Tape, arguments: Sequence[int], taken: Sequence[int] = ()) -> list[LiveValue]:
     """Run a tape over the caller's storages; what it returns is held for the caller. Arguments are held meanwhile.
 
-    taken: what a list held for the caller and holds no longer once the function has its arguments.
+    taken: what a list held for the caller and holds no longer once the function has its arguments. A tape does the same wherever
+    the storages of its arguments are as large, shared alike, and held by others alike, so it is run once for all such calls.
     """
+    if type(machine) is not Machine or machine.tier:
+        return _run(machine, played, arguments, taken)
+    number = {block: i for i, block in enumerate(dict.fromkeys(block for block in arguments if block >= 0))}
+    blocks, places = list(number), tuple(number.get(block, -1) for block in arguments)
+    times = Counter(number[block] for block in taken if block >= 0)
+    storages = tuple((machine.size[b], times[i], machine.refs[b] > times[i]) for i, b in enumerate(blocks))
+    key = places, storages
+    effect = played.effects.get(key)
+    if effect is None:
+        effect = played.effects[key] = _effect(played, places, storages)
+    if effect.peak is not None:
+        machine.peak(effect.peak)
+    alive = machine.alive + effect.grown
+    blocks += [machine.new(nbytes) for nbytes in effect.fresh]
+    machine.alive = alive
+    values = []
+    for place, layout in zip(effect.results, played.layouts, strict=True):
+        block = blocks[place] if place >= 0 else -1
+        machine.hold(block)
+        values.append(LiveValue(block, layout))
+    for place, count in times.items():
+        machine.refs[blocks[place]] -= count
+    return values
+
+
+def _effect(played: Tape, places: Sequence[int], storages: Sequence[tuple[int, int, bool]]) -> TapeEffect:
+    """The effect of a tape on arguments in these storages: each with its bytes, how often a list held it that holds it no
+    longer, and whether others do."""
+    machine = Machine()
+    for nbytes, times, is_held in storages:
+        machine.refs[machine.new(nbytes)] = times + is_held
+    machine.top = -1
+    before = machine.alive
+    taken = [i for i, (_, times, _) in enumerate(storages) for _ in range(times)]
+    values = _run(machine, played, places, taken)
+    fresh = dict.fromkeys(value.block for value in values if value.block >= len(storages))
+    number = {block: len(storages) + i for i, block in enumerate(fresh)}
+    return TapeEffect(
+        machine.top - before if machine.top >= 0 else None,
+        machine.alive - before,
+        tuple(machine.size[block] for block in fresh),
+        tuple(number.get(value.block, value.block) for value in values),
+    )
+
+
+def _run(machine: Machine, played: Tape, arguments: Sequence[int], taken: Sequence[int]) -> list[LiveValue]:
+    """The results of a tape, run event by event."""
     frame = [-1] * played.slots
     for i, block in enumerate(arguments):
         frame[i] = block

@@ -14,6 +14,8 @@ from autopar.ir import lines as ir
 from autopar.ir.fusion import fuse_bias
 from autopar.ir.lines import Function, GatherKey, Line, Ref, Stored
 from autopar.ir.lowered import BoundaryEnd, LoweredStage, LoweredTemplate
+from autopar.ir.spec import Spec
+from autopar.ir.types import TensorType
 from autopar.passes.memory.probe import GatheredShard, Probe, local
 from autopar.passes.memory.recorder import Handed, Recorded, Recorder
 from autopar.passes.memory.tape import NOTHING, LiveValue, Machine, Tape, dropped_after, play, tape
@@ -124,6 +126,7 @@ class _Walk:
         self.machine = machine or Machine()
         self.names: dict[str, Binding] = {}
         self.layouts: dict[str, Layout | None] = {}
+        self.blocks: dict[tuple[TensorType, Spec], Layout] = {}
         self.started: dict[GatherKey, tuple[int, tuple[GatheredShard, ...]]] = {}
         self.gradients: list[HandedGradient] = []
         self.kept: dict[str, Binding] = {}
@@ -165,7 +168,9 @@ class _Walk:
             for name in self.extras & state:
                 self._hold(leaving[name])
             self.given = self._bytes_of([leaving[name] for name in self.extras])
-        gradients = tuple(replace(g, top=g.top - known, alive=g.alive - known) for g in self.gradients)
+        gradients = tuple(self.gradients)
+        if known:
+            gradients = tuple(replace(g, top=g.top - known, alive=g.alive - known) for g in gradients)
         end, given = machine.alive - self.given, self.given - known
         return ActionBytes(gradients, top - known, end, received, sent, dict(machine.parked), given, self.top_call)
 
@@ -184,7 +189,7 @@ class _Walk:
                 self._bind(name, self.kept.pop(name))
                 continue
             type_, spec = function.arg_types[name]
-            layout = local(type_, spec, self.stage.mesh)
+            layout = self._local(type_, spec)
             block = -1 if name in free else self.machine.new(layout.nbytes)
             self.machine.hold(block)
             received += 0 if name in free or name not in arrive else layout.nbytes
@@ -231,7 +236,14 @@ class _Walk:
         ((_, type_, spec),) = line.made()
         assert type_ is not None
         assert spec is not None
-        return local(type_, spec, self.stage.mesh)
+        return self._local(type_, spec)
+
+    def _local(self, type_: TensorType, spec: Spec) -> Layout:
+        """The layout of a rank's block, which is found once for all values of a type and spec."""
+        layout = self.blocks.get((type_, spec))
+        if layout is None:
+            layout = self.blocks[type_, spec] = local(type_, spec, self.stage.mesh)
+        return layout
 
     def _call(self, line: ir.CallForward | ir.CallBackward | ir.CallWeights) -> None:
         """Play a template's function; the list that it leaves, if it leaves one, is the last of what it makes."""
@@ -271,7 +283,7 @@ class _Walk:
 
     def _prefetch(self, line: ir.Prefetch) -> None:
         stage = self.stage
-        shards = tuple(GatheredShard.of(gather, stage.parameters[gather.name], stage.mesh) for gather in line.gathers)
+        shards = tuple(GatheredShard.of(gather, stage.parameters[gather.name], self._local) for gather in line.gathers)
         gathered = self.probe.gathered(shards)
         self.machine.peak(gathered.starting_peak)
         block = self.machine.new(gathered.started)
@@ -338,8 +350,8 @@ class _Walk:
         if isinstance(p, Ref):
             return self._one(p.name)
         stored = self.stage.parameters[p.name]
-        layout = local(stored.type_of(p), stored.storage, self.stage.mesh)
-        return LiveValue(-1, replace(layout, in_room=bool(stored.room)))
+        layout = self._local(stored.type_of(p), stored.storage)
+        return LiveValue(-1, replace(layout, in_room=True) if stored.room else layout)
 
     def _one(self, name: str) -> LiveValue:
         value = self.names.get(name, NOTHING)

@@ -14,7 +14,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from itertools import accumulate
 
-from autopar.ir.lowered import LoweredStage
+from autopar.ir.lowered import LoweredProgram, LoweredStage
 from autopar.passes.played.gradients import unreduced_bytes
 from autopar.passes.search.task import Task, account_of
 from autopar.passes.shard.priced_plan import PricedPlan
@@ -78,10 +78,14 @@ def smallest(task: Task, candidate: PricedPlan) -> PricedPlan:
 def reducing(task: Task, whole: PricedPlan, names: Collection[str]) -> PricedPlan:
     """A finished candidate with the gradients of these parameters reduced after every microbatch: it runs the same lines."""
     assert whole.lowered is not None
-    stages = tuple(_reducing(stage, names) for stage in whole.lowered.stages)
     return task.reduced_otherwise(
-        whole, reduced_by_microbatch(whole.plan, names), replace(whole.lowered, stages=stages)
+        whole, reduced_by_microbatch(whole.plan, names), lowered_reducing(whole.lowered, names)
     )
+
+
+def lowered_reducing(lowered: LoweredProgram, names: Collection[str]) -> LoweredProgram:
+    """A lowered program as the plan with the gradients of these parameters reduced after every microbatch is lowered."""
+    return replace(lowered, stages=tuple(_reducing(stage, names) for stage in lowered.stages))
 
 
 def _reducing(stage: LoweredStage, names: Collection[str]) -> LoweredStage:

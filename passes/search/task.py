@@ -186,8 +186,16 @@ class Task:
 
     def stage_costs(self, plan: Plan, split: bool) -> Account:
         """The account of the stages of a plan, whichever schedule they run under. split: B and W apart."""
-        lowered = outline(self.program, plan, self.pricers, self.rules, split, self.parameter_kind)
-        return stage_costs(lowered, plan.stages, self.program.templates, self.pricers, self.setting, self.rules)
+        return self.costs_of(plan, self.outline(plan, split))
+
+    def outline(self, plan: Plan, split: bool) -> LoweredProgram:
+        """The stages of a plan lowered as far as their seconds and bytes need it. split: B and W apart."""
+        return outline(self.program, plan, self.pricers, self.rules, split, self.parameter_kind)
+
+    def costs_of(self, plan: Plan, outlined: LoweredProgram, like: Account | None = None) -> Account:
+        """The account of the stages of a plan that was outlined. like: as of `account`."""
+        given = plan.stages, self.program.templates, self.pricers, self.setting, self.rules
+        return stage_costs(outlined, *given, like)
 
     def parameter_kind(self, name: str) -> Hashable:
         """The kind of a parameter: parameters of a kind cost the same under the same plan."""

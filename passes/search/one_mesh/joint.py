@@ -129,6 +129,12 @@ class JointSearch:
         small, fastest = self._small or self.smallest(), self.fastest
         return max((small.seconds - fastest.seconds) / max(fastest.nbytes - small.nbytes, 1.0), 0.0)
 
+    @property
+    def price_paid(self) -> float:
+        """Seconds per byte at the price that was looked at last; where none was, on the way to the smallest point, if that was
+        looked for (else 0: bytes were no matter)."""
+        return self.price or (self.hull_price() if self._small is not None else 0.0)
+
     def within(self, budget: float, close: float = _HULL_GAP, useless_from_s: float = math.inf) -> Point | Shortage:
         """The fastest point that was found within so many bytes.
 

@@ -161,7 +161,8 @@ class ShortMemorySearch:
             if candidate is not None and faster is None:
                 self.near.append((task, candidate))
                 if not self.byte_price:
-                    self.byte_price, self.share_s = joint.price, min(candidate.step_s / candidate.solution.cost, 1.0)
+                    paid_s = min(candidate.step_s / candidate.solution.cost, 1.0)
+                    self.byte_price, self.share_s = joint.price_paid, paid_s
             yield faster
             if candidate is not None and not any(t.recompute for t in candidate.plan.stages[0].templates.values()):
                 return
@@ -198,7 +199,7 @@ class ShortMemorySearch:
         best = relieved(task, joint, candidate)
         if best.step_s >= self.best_s:
             return None
-        self.best_s, self.byte_price, self.share_s = best.step_s, joint.price, 1.0
+        self.best_s, self.byte_price, self.share_s = best.step_s, joint.price_paid, 1.0
         self.moment_bytes = _MOMENT * max(account_of(candidate).peak_bytes - candidate.solution.memory, 0.0)
         self.faster.append((task, best))
         return best

@@ -11,7 +11,7 @@ ones.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.setting import Setting
@@ -28,6 +28,10 @@ from autopar.plan import Plan
 _TRIES = 6
 HOPELESS = 1.1
 """A plan that by the joint search's count takes so many times the limit is not lowered to see that it does not fit."""
+_UNLIKE = 0.2
+"""The share of the bytes that live for a moment in one plan by which another one on the mesh may need less."""
+_NEAR = 0.01
+"""Budgets that differ by less than this share of the limit are not told apart."""
 _LITTLE = 0.005
 """A plan that could be faster by no more than this, relative, is not looked for."""
 
@@ -48,15 +52,34 @@ def joint_on(
     )
 
 
+@dataclass(frozen=True)
+class _Peak:
+    """The peak of a plan, in bytes (nan: not known), whose point counts nbytes."""
+
+    nbytes: float
+    peak: float
+
+    def likely_within(self, limit: float, other: _Peak) -> float:
+        """The bytes to be counted for a peak of the limit: on the line to another plan's peak; where that is not known, as if
+        every plan needed as much beside what is counted."""
+        slope = (other.peak - self.peak) / (other.nbytes - self.nbytes)
+        return self.nbytes + (limit - self.peak) / (slope if slope > 0 else 1.0)
+
+    def most_within(self, limit: float) -> float:
+        """The most bytes that a plan is taken to count whose peak is within the limit."""
+        moment = self.peak - self.nbytes
+        return limit - moment + _UNLIKE * abs(moment)
+
+
 def fastest_within_limit(task: Task, joint: JointSearch, useless_from_s: float = math.inf) -> PricedPlan | Shortage:
     """The fastest plan that was found on the joint search's mesh, lowered and within the limit; or the least peak of any.
 
     useless_from_s: a plan that takes so many seconds or more is of no interest. Peaks are more than the joint search counts, so
     plans that count far too many bytes are not lowered: their peaks are taken to be that, and none is looked for between them.
     """
-    best: tuple[float, PricedPlan] | None = None  # with the bytes that its point counts
+    best: PricedPlan | None = None
     too_large: Point | None = None
-    least_peak, without_more = math.inf, 0.0
+    least_peak, without_more, peak_too_large = math.inf, 0.0, math.nan
     point, first = joint.fastest, 0
     limit, is_new = task.limit_at(point.problem.mesh), True
     if point.nbytes > limit * HOPELESS:
@@ -69,28 +92,33 @@ def fastest_within_limit(task: Task, joint: JointSearch, useless_from_s: float =
                 peak = account_of(candidate).peak_bytes
             least_peak = min(least_peak, peak)
             if peak > limit:
-                too_large = point if too_large is None or point.nbytes < too_large.nbytes else too_large
-            elif best is None or candidate.step_s < best[1].step_s:
-                best = point.nbytes, candidate
+                if too_large is None or point.nbytes < too_large.nbytes:
+                    too_large, peak_too_large = point, peak if point.nbytes <= limit * HOPELESS else math.nan
+            elif best is None or candidate.step_s < best.step_s:
+                best, fits = candidate, _Peak(point.nbytes, peak)
         if best is None:
             smallest = joint.smallest()
             if attempt or smallest is point:
                 break
             point = smallest
             continue
-        if attempt == _TRIES or too_large is None or _little_to_gain(best[1], too_large):
+        if attempt == _TRIES or too_large is None or _little_to_gain(best, too_large):
             break
-        budget = (max(best[0], without_more) + min(too_large.nbytes, limit * HOPELESS)) / 2
-        if attempt == _TRIES - 1:
-            budget = min(best[0] + limit - account_of(best[1]).peak_bytes, too_large.nbytes)
+        if limit - fits.peak <= _NEAR * limit:
+            break
+        least, most = max(fits.nbytes, without_more), min(too_large.nbytes, limit * HOPELESS, fits.most_within(limit))
+        if most - least <= _NEAR * limit:
+            break
+        likely = fits.likely_within(limit, _Peak(too_large.nbytes, peak_too_large))
+        budget = likely if least < likely < most else (least + most) / 2
         result = joint.within(budget, useless_from_s=useless_from_s)
         following = point if isinstance(result, Shortage) else result
-        is_new = following is not point and following.nbytes > best[0]
+        is_new = following is not point and following.nbytes > fits.nbytes
         if is_new:
             point = following
         else:
             without_more = budget
-    return best[1] if best is not None else Shortage(least_peak, ())
+    return best if best is not None else Shortage(least_peak, ())
 
 
 def _little_to_gain(candidate: PricedPlan, too_large: Point) -> bool:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from autopar.ir.mesh import Mesh
 from autopar.passes.lower.cut import cut
-from autopar.passes.search.by_microbatch import may_be, reduced_by_microbatch
+from autopar.passes.search.by_microbatch import may_be
 from autopar.passes.search.recompute_levels import with_less_recompute
 from autopar.passes.search.stages.draft import Draft, Exact
-from autopar.passes.search.stages.schedule_choice import candidate_under, scheduled
+from autopar.passes.search.stages.schedule_choice import OutlinedPlan, candidate_under, scheduled
 from autopar.passes.search.task import RankedPlans
 from autopar.passes.shard.owners import with_owners
 from autopar.passes.shard.priced_plan import PricedPlan
@@ -129,11 +129,12 @@ def _planned(draft: Draft, useless_from_s: float) -> PricedPlan | float:
         "solver",
         gradient_compression=task.options.gradient_compression or "",
     )
-    result = scheduled(plan, draft, useless_from_s)
+    outlined = OutlinedPlan.of(task, plan)
+    result = scheduled(outlined, draft, useless_from_s)
     if isinstance(result, PricedPlan) or result == math.inf or not may_be(task):
         return result
     names = frozenset(task.program.trained) if any(stage.mesh.size > 1 for stage in stages) else frozenset()
-    again = scheduled(reduced_by_microbatch(plan, names), draft, useless_from_s) if names else math.inf
+    again = scheduled(outlined.reducing(task, names), draft, useless_from_s) if names else math.inf
     return again if isinstance(again, PricedPlan) else min(result, again)
 
 

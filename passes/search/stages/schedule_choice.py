@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import partial
 
 from autopar.errors import PlanError
 from autopar.ir.actions import StageGraph, Table, show_row, splits_backward
+from autopar.ir.lowered import LoweredProgram
 from autopar.passes.account.program import Account, under
 from autopar.passes.memory.peak import Moment, StageMemory
 from autopar.passes.schedule import ActionCosts, MemoryRoom, build, least_span_s, schedule_row, tried_by_default
 from autopar.passes.schedule.grouped import grouped
+from autopar.passes.search.by_microbatch import lowered_reducing, reduced_by_microbatch
 from autopar.passes.search.stages.draft import Draft
 from autopar.passes.search.task import Task
 from autopar.passes.shard.priced_plan import PricedPlan
@@ -25,17 +28,42 @@ _LESS_ROOM = 0.995
 """A timed schedule is made in this share of its room too: what fills it greedily is at times slower in a little more of it."""
 
 
-def scheduled(plan: Plan, draft: Draft, useless_from_s: float = math.inf) -> PricedPlan | float:
+@dataclass(frozen=True)
+class OutlinedPlan:
+    """A plan whose stages were lowered, with B and W together and (in training) apart, each with what they cost so."""
+
+    plan: Plan
+    together: tuple[LoweredProgram, Account]
+    apart: tuple[LoweredProgram, Account] | None
+
+    @staticmethod
+    def of(task: Task, plan: Plan) -> OutlinedPlan:
+        """The plan with its stages lowered."""
+        forms = [task.outline(plan, split) for split in (False, True) if task.program.training or not split]
+        together, *apart = [(lowered, task.costs_of(plan, lowered)) for lowered in forms]
+        return OutlinedPlan(plan, together, apart[0] if apart else None)
+
+    def reducing(self, task: Task, names: Collection[str]) -> OutlinedPlan:
+        """The plan with the gradients of these parameters reduced after every microbatch: it runs the same lines."""
+        plan = reduced_by_microbatch(self.plan, names)
+
+        def again(lowered: LoweredProgram, counted: Account) -> tuple[LoweredProgram, Account]:
+            reducing = lowered_reducing(lowered, names)
+            return reducing, task.costs_of(plan, reducing, counted)
+
+        return OutlinedPlan(plan, again(*self.together), None if self.apart is None else again(*self.apart))
+
+
+def scheduled(outlined: OutlinedPlan, draft: Draft, useless_from_s: float = math.inf) -> PricedPlan | float:
     """The plan under the fastest schedule that fits; or how full its fullest group is at least under one that is fast enough
     (over 1; infinite where none is).
 
     useless_from_s: a plan that takes so many seconds or more is of no interest, and need not be found.
     """
-    task = draft.task
-    together = task.stage_costs(plan, False)
-    if not task.program.training:
+    plan, (_, together) = outlined.plan, outlined.together
+    if outlined.apart is None:
         return candidate_under(plan, draft, under(together, build("forward", together.graph, plan.microbatches)))
-    apart = task.stage_costs(plan, True)
+    _, apart = outlined.apart
     result = fastest_schedule(draft, apart, together, _limits(plan, draft, apart.graph), useless_from_s)
     if isinstance(result, float):
         return result

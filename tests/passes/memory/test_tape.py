@@ -213,6 +213,21 @@ def test_a_tape_played_twice_does_the_same_twice() -> None:
     assert tops == [(2 * B, B)] * 2
 
 
+@pytest.mark.parametrize("nbytes", [B, 10 * B])
+def test_a_tape_tells_apart_how_its_arguments_are_held(nbytes: int) -> None:
+    """After a call whose argument stays, one that takes its argument lets it go, unless others hold that too."""
+    played = taped(function("x", CHAIN, ["d"]))
+    machine = Machine()
+    (stays, goes) = held(machine, nbytes, nbytes)
+    play(machine, played, [stays])
+    assert (machine.alive, machine.refs[stays]) == (2 * nbytes + B, 1)
+    play(machine, played, [goes], taken=[goes])
+    assert (machine.alive, machine.refs[goes]) == (nbytes + 2 * B, 0)
+    machine.hold(stays)
+    play(machine, played, [stays], taken=[stays])
+    assert (machine.alive, machine.refs[stays]) == (nbytes + 3 * B, 1)
+
+
 def test_the_second_of_two_calls_stands_on_what_the_first_returned() -> None:
     machine, played = Machine(), taped(function("x", CHAIN, ["d"]))
     (x,) = held(machine, B)

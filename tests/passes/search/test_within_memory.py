@@ -90,13 +90,13 @@ def test_where_the_fastest_fits_nothing_else_is_looked_at() -> None:
     assert joint.asked == []
 
 
-def test_between_what_fits_and_what_does_not_the_budget_is_halved() -> None:
-    """10 bytes peak at 15, and 100 are too many before anything is lowered, as all above 99 are, 1.1 times the limit; the budgets
-    between are the middles of what fits and what does not."""
+def test_a_budget_is_where_peaks_on_a_straight_line_reach_the_limit() -> None:
+    """10 bytes peak at 15, and 100 are too many before anything is lowered, as all above 99 are, 1.1 times the limit. With 5
+    beside what they count 85 would fit; they peak at 127.5, and the line between is at 90 at 60 bytes, which fill the limit."""
     lowered: list[float] = []
     found = fitted(HandJoint(), 90.0, lowered)
-    assert lowered == [10, 54, 76, 65, 59, 60]
-    assert found.point.nbytes == 60, "its peak is 90 bytes, and a plan of 66 needs 99"
+    assert lowered == [10, 85, 60]
+    assert found.point.nbytes == 60
 
 
 def test_no_budget_is_above_what_could_be_lowered() -> None:
@@ -105,12 +105,12 @@ def test_no_budget_is_above_what_could_be_lowered() -> None:
     assert max(joint.asked) < 99
 
 
-def test_the_last_budget_is_what_the_peak_of_the_best_plan_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every plan needs 20 bytes beside what it counts: 66 bytes peak at 86, one less than the limit."""
+def test_the_first_budget_is_what_the_peak_of_the_smallest_plan_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every plan needs 20 bytes beside what it counts: 67 bytes fill the limit, and nothing else is looked at."""
     monkeypatch.setattr(HandPoint, "peak", property(lambda self: self.nbytes + 20.0))
     lowered: list[float] = []
     assert fitted(HandJoint(), 87.0, lowered).point.nbytes == 67
-    assert lowered == [10, 52, 73, 62, 67]
+    assert lowered == [10, 67]
 
 
 def test_what_comes_out_fits_and_is_the_fastest_of_what_was_seen() -> None:
@@ -142,17 +142,20 @@ def test_a_hull_without_points_between_is_asked_and_nothing_is_lowered_twice() -
 
     joint, lowered = TwoPoints(), list[float]()
     assert fitted(joint, 90.0, lowered).point.nbytes == 10
-    assert joint.asked[:3] == [0.0, pytest.approx(54.5), pytest.approx(76.75)]
+    assert joint.asked == [0.0, pytest.approx(85), pytest.approx(85.5)], (
+        "up to what a plan with a fifth less beside it may count"
+    )
     assert lowered == [10]
 
 
 def test_budgets_above_one_that_has_nothing_new_are_looked_at() -> None:
-    """Points count 10, 70 or 100 bytes: 55 have no more than 10, and 77 have the 70 that fit."""
+    """Points count 10, 70 or 100 bytes, and 70 are found within 72: a budget of 70, where the line of peaks is at the limit,
+    has no more than 10, and 85 have the 70 that fit."""
 
     class Step(HandJoint):
         def within(self, budget: float, useless_from_s: float) -> HandPoint:
             self.asked.append(budget)
-            return HandPoint(70 if budget >= 70 else 10)
+            return HandPoint(70 if budget >= 72 else 10)
 
     lowered: list[float] = []
     assert fitted(Step(), 105.0, lowered).point.nbytes == 70
@@ -167,7 +170,7 @@ def test_what_a_byte_costs_at_another_budget_stops_nothing() -> None:
             self.price = 1e-12
             return super().within(budget, useless_from_s)
 
-    assert fitted(Flat(), 60.0).point.nbytes == 38
+    assert fitted(Flat(), 60.0).point.nbytes == 40
 
 
 def test_what_would_be_hardly_faster_is_not_looked_for() -> None:
