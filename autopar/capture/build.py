@@ -18,6 +18,7 @@ import torch
 from torch import fx, nn
 
 from autopar.capture.examples.inputs import batch_dim
+from autopar.capture.export.direct_shapes import DirectShapes
 from autopar.capture.export.fake import fake_mode
 from autopar.capture.export.faster_export import lean
 from autopar.capture.export.step import export_step
@@ -142,7 +143,7 @@ class _Builder:
         else:
             self.flows[node] = self.parameters[what].trainable and self.exported.training
 
-    def run(self, mode: Any, starts: Sequence[str] = ()) -> None:
+    def run(self, mode: DirectShapes, starts: Sequence[str] = ()) -> None:
         graph = self.exported.graph
         output = graph.output_node()
         _give_placeholders_a_node(graph, output)
@@ -163,7 +164,7 @@ class _Builder:
     def _is_param(self, node: fx.Node) -> bool:
         return node.op == "placeholder" and self.exported.kinds[node.name][0] == "param"
 
-    def _add(self, segment: Segment, mode: Any) -> None:
+    def _add(self, segment: Segment, mode: DirectShapes) -> None:
         pulled = [w in self.reach for w in segment.writes]
         inside = frozenset(segment.nodes)
         types = {r: self._type(r, inside) for r in segment.reads}
@@ -172,7 +173,7 @@ class _Builder:
         traced = self.by_signature.get(key)
         if traced is None:
             name = self._name(segment)
-            reads = [self._fake(types[r], self.flows[r], mode) for r in segment.reads]
+            reads = [mode.empty(types[r].shape, types[r].dtype).requires_grad_(self.flows[r]) for r in segment.reads]
             traced = trace_template(name, segment, reads, [self._is_param(r) for r in segment.reads], pulled, mode)
             self.by_signature[key] = traced
             self.templates[name] = traced[0]
@@ -184,11 +185,6 @@ class _Builder:
         for i, write in enumerate(segment.writes):
             self.where[write] = ValueRef("call", index, i)
             self.flows[write] = flows[i]
-
-    def _fake(self, type_: TensorType, flows: bool, mode: Any) -> torch.Tensor:
-        with mode:
-            new = torch.empty(type_.shape, dtype=type_.dtype)
-        return new.requires_grad_(flows)
 
     def _name(self, segment: Segment) -> str:
         path = segment.path.split("@")[0]

@@ -19,12 +19,13 @@ from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from autopar.capture.export.direct_shapes import DirectShapes
 from autopar.ops.dialect import SHAPES
 
 
-def fake_mode() -> FakeTensorMode:
+def fake_mode() -> DirectShapes:
     """One mode per compilation; plain tensor attributes of modules are let in as constants."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return DirectShapes(allow_non_fake_inputs=True)
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
