@@ -25,10 +25,10 @@ H100 = ClusterSpec.preset("dgx-h100", nodes=8)
 SMALL = replace(MIXTRAL, layers=2, hidden=32, heads=8, kv_heads=4, ffn=64, moe_ffn=32, experts=4, vocab=64, seq_len=16)
 
 
-def mixture(**options: Any) -> autopar.ParallelProgram:
-    """A block of a mixture of 8 experts on 64 ranks, without a pipeline."""
+def mixture(rows: int = 256, **options: Any) -> autopar.ParallelProgram:
+    """A block of a mixture of 8 experts on 64 ranks, without a pipeline. rows: sequences of the batch."""
     with torch.device("meta"):
-        model, ids = Transformer(MIXTURE).to(torch.bfloat16), torch.zeros(256, 4096, dtype=torch.long)
+        model, ids = Transformer(MIXTURE).to(torch.bfloat16), torch.zeros(rows, 4096, dtype=torch.long)
     return autopar.compile(model, H100, (ids, ids), optimizer=ADAMW, options=Options(pp=1, explain_s=0.0, **options))
 
 
@@ -61,7 +61,7 @@ def test_an_axis_between_rows_and_fast_links_has_any_power_of_two() -> None:
 def test_experts_get_an_axis_of_their_own_where_that_is_faster() -> None:
     """Ranks of several nodes have the experts, and others the same ones. Of the first meshes the best has one axis, or the
     experts on the ranks of a node."""
-    program = mixture()
+    program = mixture(rows=128)
     (stage,) = program.plan.stages
     assert stage.mesh.sizes["ep"] > 8
     assert program.predicted.step_time_s < 0.999 * min(on_mesh(program, dp=64), on_mesh(program, dp=8, tp=8))
