@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from autopar.errors import ShardingError
 from autopar.ir.call import OpCall
@@ -74,8 +75,11 @@ def all_float(call: OpCall) -> bool:
 
 def reduced_dims(call: OpCall, name: str = "dim") -> list[int]:
     """Dims that a reduction removes, counted from the front."""
-    rank = len(call.shapes[0])
-    dim = call.get(name)
+    return dims_told(call.get(name), len(call.shapes[0]))
+
+
+def dims_told(dim: Any, rank: int) -> list[int]:
+    """The dims of a tensor of a rank that a number, several or none (all) mean, counted from the front."""
     if dim is None or (isinstance(dim, (list, tuple)) and not dim):
         return list(range(rank))
     return sorted({int(d) % max(rank, 1) for d in (dim if isinstance(dim, (list, tuple)) else [dim])})

@@ -17,6 +17,7 @@ from torch.autograd import Function
 from autopar.ir.call import OpCall
 from autopar.ir.rule import Labels, Rule
 from autopar.ops.along_dim import adds, carry, gathers, told_dim, whole_block
+from autopar.ops.column_sums import workspace_bytes
 from autopar.ops.dialect import lifts
 from autopar.ops.labels import Maker, all_float, reduced_dims
 from autopar.ops.registry import Block, Offset, define, named, register
@@ -25,6 +26,7 @@ Tensor = torch.Tensor
 aten = torch.ops.aten
 
 define(*named("softmax _softmax sum"), precision="round")
+define("aten.sum", workspace=workspace_bytes)
 define(*named("amax amin max min argmax argmin topk sort tril triu"), precision="follow")
 
 

@@ -249,6 +249,8 @@ class OpDef:
         adds: name of the scalar argument that it adds to its only tensor.
         carries: its results are its operands moved, cast or added, so what becomes of a gradient is a gradient.
         hidden_workspace: its kernels need memory that no meta function knows; it must be run to be measured.
+        workspace(operand, arguments, device): bytes that its kernel needs on a device for a moment beside its results, of which
+            no meta function knows. operand: its first one, on the meta device.
         scales: its memory grows with the sizes of its operands alone. None: it is not known to.
         unordered: on a GPU its kernel adds in an order of its own, by default or always (`autopar.ops.unordered`).
         result_names: names of several results in emitted text.
@@ -304,6 +306,7 @@ class OpDef:
     adds: str = ""
     carries: bool = False
     hidden_workspace: bool = False
+    workspace: Callable[[torch.Tensor, Mapping[str, Any], Device], int] | None = field(default=None, compare=False)
     scales: Scales | None = None
     unordered: Literal["", "by default", "always"] = ""
     result_names: tuple[str, ...] = ()

@@ -132,6 +132,9 @@ class Probe:
                 watched = watch(on(self._last), layouts)
                 if self._last.asked_index:  # the last block sees most keys, or in zigzag order the first
                     watched = max(watched, watch(on(self._first), layouts), key=lambda effect: effect.peak)
+            if isinstance(line, Compute) and definition is not None and definition.workspace is not None:
+                workspace = definition.workspace(layouts[0].tensor(), line.kwargs, self.device)
+                watched = replace(watched, peak=max(watched.peak, sum(watched.fresh) + workspace))
         except Exception:  # an op without a meta implementation, or one that looks at data
             return [self._declared(line)]
         return [watched if len(watched.outs) >= len([o for o in line.outs if o != "_"]) else self._declared(line)]
