@@ -1,11 +1,10 @@
 """The fastest plan of one mesh that fits: sharding and recompute chosen together, lowered, and its peak looked at.
 
 `autopar.passes.search.one_mesh.joint` counts bytes that rest and that backward waits for; bytes that live for a moment
-are known after lowering only. So what the joint search may use is found by bisection, between the bytes (as it counts
-them) of a plan whose peak fits and those of one whose peak does not, or could not; at last as if a plan needed as much beside
-them as the best.
-It ends where the plan that does not fit is hardly faster, and budgets under which there is nothing new are followed by larger
-ones.
+are known after lowering only. So what the joint search may use is looked for along the line through the peaks of a plan
+that fits and of one that does not, at first as if plans needed as much beside what is counted as the one that fits.
+Budgets under which there is nothing new are followed by larger ones, half of what is left. It ends where the limit is
+nearly filled, or the plan that does not fit is hardly faster.
 """
 
 from __future__ import annotations
