@@ -29,9 +29,9 @@ def operands() -> list[Tensor]:
     with a known value."""
     dense, cube = torch.empty(4, 6), torch.empty(2, 4, 6)
     return [
-        *(dense, torch.empty(6), torch.empty(6, 4), torch.empty(6, 4).t(), torch.empty(1, 6)),
+        *(dense, torch.empty(6), torch.empty(6, 4), torch.empty(6, 4).t(), torch.empty(6, dtype=torch.bfloat16)),
         *(torch.zeros(4, 6, dtype=torch.long), torch.empty(4, 12)[:, 3:9], torch.empty(())),
-        torch.empty(4, 6, dtype=torch.bfloat16),
+        *(torch.empty(1, 6), torch.empty(4, 6, dtype=torch.bfloat16)),
         *(
             cube,
             cube.transpose(0, 2),
