@@ -1,4 +1,4 @@
-"""Meshes that are tried where a second axis paid: those that there are, what is planned on them, and the search's choice."""
+"""Finer meshes: those that there are, which of them a walk comes to, what is planned on them, and the search's choice."""
 
 from __future__ import annotations
 
