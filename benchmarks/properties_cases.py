@@ -250,6 +250,8 @@ WORKLOADS: dict[str, Workload] = {
 CHOICE = Question("choice", "choice")
 TP = (2, 4, 8)
 """Sizes of forced tensor-parallel axes."""
+MIDDLE = {"mixture": "ep", "dense": "cp", "long context": "cp"}
+"""The axis in the middle of forced meshes of three, by family."""
 
 
 def questions(workload: Workload, place: Place) -> list[Question]:
@@ -281,6 +283,10 @@ def _forced(workload: Workload, place: Place) -> list[Question]:
     for name, sizes in workload.meshes.items():
         if n % 4 == 0:
             found[name] = {"mesh": sizes(n)}
+    for k, tp in ((2, 2), (4, 2), (8, 2), (2, 4)) if workload.family in MIDDLE else ():
+        if n % (k * tp) == 0 and n > k * tp:
+            middle = MIDDLE[workload.family]
+            found[f"dp×{middle}={k}×tp={tp}"] = {"mesh": {"dp": n // (k * tp), middle: k, "tp": tp}}
     for stages in (2, 4):
         if n % stages == 0:
             found[f"pp={stages}"] = {"pp": stages}

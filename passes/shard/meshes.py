@@ -7,7 +7,7 @@ parameters can be sharded over, and `replica` over the odd part, which they may 
 Where a microbatch has so few rows that the ranks which share one do not fit into the fast links, there are three axes: `dp` takes
 the rows, `cp` shares them, `tp` is inside.
 
-Where a second axis made steps faster, a third one may (`finer_meshes`): experts, sequences, or shards of what is replicated
+A third axis may be faster (`finer_meshes`): experts, sequences, or shards of what is replicated
 across nodes then have an axis between those of the rows and of the fast links, of any size.
 """
 

@@ -8,6 +8,7 @@ decided anything is told along with the plans, for that is when recompute, micro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 
@@ -16,9 +17,9 @@ from autopar.errors import ConstraintError, InfeasibleError
 from autopar.ir.mesh import Mesh
 from autopar.passes.account.stage import representatives
 from autopar.passes.price.op_seconds import OpSeconds
-from autopar.passes.rules.per_axis import PerAxis, taken_by
+from autopar.passes.rules.per_axis import taken_by
 from autopar.passes.search.by_microbatch import finished as finished_within
-from autopar.passes.search.one_mesh.finer import meshes_worth_trying
+from autopar.passes.search.one_mesh.finer import meshes_worth_trying, walked
 from autopar.passes.search.task import Task, account_of
 from autopar.passes.search.workers import Answers
 from autopar.passes.shard.meshes import REPLICA, candidate_meshes
@@ -93,14 +94,26 @@ def _fastest_first(
 def _with_finer(task: Task, plans: list[PricedPlan], budget: Mapping[Mesh, float], policy: str) -> list[PricedPlan]:
     """The plans, the first of which fits, with those on finer meshes where these may be faster. budget: bytes by mesh
     that the plans keep to."""
-    meshes = meshes_worth_trying(task, ((plan.plan.stages[0].mesh, plan.step_s) for plan in plans))
+    meshes = meshes_worth_trying(task, plans[0].step_s)
     if not meshes:
         return plans
-    budgets = dict.fromkeys(meshes, min(budget.values()))
-    try:
-        finer, _ = _on_meshes(task, [], budgets, policy, taken_by(plan.plan.stages[0] for plan in plans))
-    except (InfeasibleError, ConstraintError):
-        return plans
+    per_axis, nbytes = taken_by(plan.plan.stages[0] for plan in plans), min(budget.values())
+    finer: list[PricedPlan] = []
+
+    def seconds(mesh: Mesh) -> float:
+        try:
+            result = solve_mesh(task.on(mesh, per_axis=per_axis), task.options.strategy, nbytes, recompute=policy)
+        except (InfeasibleError, ConstraintError):
+            return math.inf
+        finer.extend([] if isinstance(result, Shortage) else [result])
+        return math.inf if isinstance(result, Shortage) else result.solution.cost
+
+    first: dict[Mesh, float] = {}
+    for plan in plans:
+        mesh = plan.plan.stages[0].mesh
+        first[mesh] = min(first.get(mesh, math.inf), plan.solution.cost)
+    walked(meshes, first, seconds)
+    finer.sort(key=lambda plan: (plan.solution.cost, plan.solution.memory))
     for candidate in finer[:_FINER]:
         best = plans[0]
         if candidate.step_s >= best.step_s or candidate.solution.cost > _NEARLY * finer[0].solution.cost:
@@ -118,17 +131,17 @@ def _paid_for_memory(task: Task, candidate: PricedPlan) -> bool:
 
 
 def _on_meshes(
-    task: Task, first: list[Mesh], budgets: Mapping[Mesh, float], policy: str, per_axis: PerAxis | None = None
+    task: Task, first: list[Mesh], budgets: Mapping[Mesh, float], policy: str
 ) -> tuple[list[PricedPlan], bool]:
     """The solver's best plan, then all others by seconds; and whether the strategy that was asked for fell short of the
-    budget on a mesh. first: the meshes that are not tried beside others; budgets: bytes by mesh; per_axis: as of `Task.on`."""
+    budget on a mesh. first: the meshes that are not tried beside others; budgets: bytes by mesh."""
     asked, fell_short = task.options.strategy, False
     candidates: list[PricedPlan] = []
 
     def solved(question: tuple[Mesh, str]) -> PricedPlan | Shortage | InfeasibleError | ConstraintError | None:
         mesh, strategy = question
         try:
-            return solve_mesh(task.on(mesh, per_axis=per_axis), strategy, budgets[mesh], recompute=policy)
+            return solve_mesh(task.on(mesh), strategy, budgets[mesh], recompute=policy)
         except InfeasibleError as error:
             return error if strategy == asked else None
         except ConstraintError as error:

@@ -20,7 +20,7 @@ from autopar.ir.mesh import Mesh
 from autopar.passes.rules.per_axis import PerAxis, taken_by
 from autopar.passes.search.lower_bounds import could_fit, least_bytes
 from autopar.passes.search.microbatches import TasksByCount, microbatch_counts
-from autopar.passes.search.one_mesh.finer import meshes_worth_trying
+from autopar.passes.search.one_mesh.finer import WORTH, meshes_worth_trying, walked
 from autopar.passes.search.one_mesh.joint import JointSearch
 from autopar.passes.search.one_mesh.within_memory import HOPELESS, fastest_within_limit, joint_on, relieved
 from autopar.passes.search.task import RankedPlans, Task, account_of
@@ -32,12 +32,8 @@ from autopar.passes.shard.uneven import rows_of
 Question = tuple[Mesh, int, frozenset[str]]
 """A mesh, a number of microbatches, and the kinds of bytes that rest in memory tiers."""
 
-_WORTH = 0.995
-"""A plan is looked for where it could be faster by more than this."""
 NEAR = 1.03
 """Plans that are slower than the best one by less than this are kept beside it."""
-_FINER = 2
-"""Finer meshes that are looked at, those whose bounds are best."""
 _MOMENT = 0.8
 """The share of the bytes that live for a moment in one plan that another one is taken to need as well."""
 
@@ -48,9 +44,8 @@ class ShortMemorySearch:
     best_s: seconds of a step to beat. byte_price: seconds per byte at the best plan so far; where plans of another kind are
     faster than all that fit, at the first of these, whose step took share_s of the seconds that the solver counts.
     moment_bytes: about what lives for a moment at the best plan, beside the bytes that the solver counts. faster: plans that
-    were each faster than all before; near: others, which may be the faster ones once lines run while messages travel. steps:
-    by mesh that was looked at the seconds of its best plan, at least (infinite where none fits). without_room: meshes on which
-    no plan fits in so many microbatches, with these kinds of offload.
+    were each faster than all before; near: others, which may be the faster ones once lines run while messages travel.
+    without_room: meshes on which no plan fits in so many microbatches, with these kinds of offload.
     """
 
     def __init__(self, tasks: TasksByCount, without_room: Collection[Question] = ()) -> None:
@@ -59,10 +54,9 @@ class ShortMemorySearch:
         self.byte_price, self.share_s, self.moment_bytes = 0.0, 1.0, 0.0
         self.faster: RankedPlans = []
         self.near: RankedPlans = []
-        self.steps: dict[Mesh, float] = {}
         self.without_room = set(without_room)
         self._begun: Iterator[PricedPlan | None] | None = None
-        self._per_axis: PerAxis | None = None
+        self._per_axis: dict[Mesh, PerAxis] = {}
 
     def plans(self, best_s: float) -> Iterator[RankedPlans]:
         """Plans that are predicted faster than best_s, best first, whenever there is another one."""
@@ -75,7 +69,7 @@ class ShortMemorySearch:
                 for found in begun or self._look_on(mesh, joint, offload):
                     if found is not None:
                         yield self._ranked()
-            for mesh, joint in self._finer()[:_FINER]:
+            for mesh, joint in self._finer:
                 for found in self._look_on(mesh, joint, offload):
                     if found is not None:
                         yield self._ranked()
@@ -114,18 +108,33 @@ class ShortMemorySearch:
             map(task.sharing, candidate_meshes(task.cluster, task.options, rows=rows_of(task.program)))
         )
 
+    @cached_property
     def _finer(self) -> list[tuple[Mesh, JointSearch]]:
-        """The same of finer meshes that are worth it, of plans that take along axes what the best plans on the others take."""
-        meshes = meshes_worth_trying(self.tasks.task, self.steps.items())
-        if meshes and self._per_axis is None:
-            fastest = (joint.fastest.plan for _, joint in self._meshes)
-            self._per_axis = taken_by(chain(fastest, (plan.plan.stages[0] for _, plan in self.faster)))
-        return self._fastest_first(meshes)
+        """The same of the finer meshes that are worth it, of plans that take along axes what the best plans on the others
+        take."""
+        task, searches = self.tasks.task, dict[Mesh, JointSearch]()
+        meshes = meshes_worth_trying(task, self.best_s) if self._meshes else []
+        if not meshes:
+            return []
+        fastest = (joint.fastest.plan for _, joint in self._meshes)
+        taken = taken_by(chain(fastest, (plan.plan.stages[0] for _, plan in self.faster)))
+        self._per_axis = dict.fromkeys(meshes, taken)
+
+        def seconds(mesh: Mesh) -> float:
+            searches[mesh] = joint_on(task, mesh, per_axis=taken)
+            with suppress(InfeasibleError, ConstraintError):
+                return searches[mesh].fastest.seconds
+            return math.inf
+
+        found = walked(meshes, {mesh: joint.fastest.seconds for mesh, joint in self._meshes}, seconds)
+        return [
+            (mesh, searches[mesh]) for mesh in sorted(found, key=lambda mesh: found[mesh]) if found[mesh] < math.inf
+        ]
 
     def _fastest_first(self, meshes: Iterable[Mesh]) -> list[tuple[Mesh, JointSearch]]:
         found: list[tuple[float, Mesh, JointSearch]] = []
         for mesh in meshes:
-            joint = joint_on(self.tasks.task, mesh, per_axis=self._per_axis)
+            joint = joint_on(self.tasks.task, mesh)
             with suppress(InfeasibleError, ConstraintError):
                 found.append((joint.fastest.seconds, mesh, joint))
         return [(mesh, joint) for _, mesh, joint in sorted(found, key=lambda found: found[0])]
@@ -137,7 +146,6 @@ class ShortMemorySearch:
         """Faster plans on one mesh in growing microbatch counts; None for a count that has none. whole: the search of the
         request as it stands, of which no plan on this mesh takes less than the fastest."""
         bound_s = whole.fastest.seconds
-        self.steps.setdefault(mesh, math.inf if self._may_win(bound_s) else bound_s)
         for M in self.counts:
             if not self._may_win(bound_s):
                 return
@@ -145,7 +153,7 @@ class ShortMemorySearch:
             if (mesh, M, offload) in self.without_room or not (offload or self._could_fit(task)):
                 continue
             task = task.offloading(offload)
-            joint = whole if task is self.tasks.task else joint_on(task, mesh, per_axis=self._per_axis)
+            joint = whole if task is self.tasks.task else joint_on(task, mesh, per_axis=self._per_axis.get(mesh))
             try:
                 bound_s = joint.fastest.seconds
             except (InfeasibleError, ConstraintError):  # too small a batch for the mesh and so many microbatches
@@ -156,8 +164,6 @@ class ShortMemorySearch:
                 continue
             candidate = self._plan(task, joint, (mesh, M, offload))
             faster = None if candidate is None else self._kept(task, joint, candidate)
-            if candidate is not None:
-                self.steps[mesh] = min(self.steps[mesh], (faster or candidate).step_s)
             if candidate is not None and faster is None:
                 self.near.append((task, candidate))
                 if not self.byte_price:
@@ -179,7 +185,7 @@ class ShortMemorySearch:
         return _least_s(task, joint.bound_s(joint.hull_price(), room))
 
     def _may_win(self, bound_s: float) -> bool:
-        return bound_s < self.best_s * _WORTH
+        return bound_s < self.best_s * WORTH
 
     def _plan(self, task: Task, joint: JointSearch, question: Question) -> PricedPlan | None:
         """The fastest plan that fits; None where none does, or memory tiers are too small."""
@@ -194,7 +200,7 @@ class ShortMemorySearch:
 
     def _kept(self, task: Task, joint: JointSearch, candidate: PricedPlan) -> PricedPlan | None:
         """The plan with as little recomputed as fits, where it is faster than all before."""
-        if candidate.step_s * _WORTH >= self.best_s:
+        if candidate.step_s * WORTH >= self.best_s:
             return None
         best = relieved(task, joint, candidate)
         if best.step_s >= self.best_s:

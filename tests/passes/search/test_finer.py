@@ -1,10 +1,11 @@
-"""Meshes that are tried where a second axis paid: those that there are, what is planned on them, and the search's choice."""
+"""Finer meshes: those that there are, which of them a walk comes to, what is planned on them, and the search's choice."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +16,10 @@ import autopar
 from autopar import ClusterSpec, Options
 from autopar.ir.mesh import Mesh
 from autopar.passes.rules.per_axis import taken_by
-from autopar.passes.shard.meshes import finer_meshes
+from autopar.passes.search.one_mesh.finer import walked
+from autopar.passes.shard.meshes import candidate_meshes, finer_meshes
 from benchmarks.models import LLAMA_8B, Llama
+from benchmarks.properties_cases import WORKLOADS
 from benchmarks.published_models import MIXTRAL, Transformer
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-4)
@@ -76,6 +79,44 @@ def test_stages_whose_ranks_are_more_than_rows_get_an_axis_for_sequences() -> No
     assert all(program.predicted.step_time_s < 0.95 * other.predicted.step_time_s for other in others)
 
 
+def walk(seconds: Callable[[int, int], float]) -> tuple[Mesh, int, int]:
+    """The best of the finer meshes of 64 ranks that the walk comes to, how many these are, and of how many. seconds: on a mesh by
+    the sizes of its axis in the middle and of that in the fast links."""
+
+    def on(mesh: Mesh) -> float:
+        _, *inside = (size for _, size in mesh.axes)
+        middle, inner = [*inside, 1][:2] if inside else (mesh.size, 1)
+        return seconds(middle, inner)
+
+    first = {mesh: on(mesh) for mesh in candidate_meshes(H100, Options())}
+    meshes = finer_meshes(H100, Options(), "ep", 64)
+    found = walked(meshes, first, on)
+    assert {mesh for mesh in meshes if len(mesh.axes) == 2} <= found.keys()
+    assert all(found[mesh] == on(mesh) for mesh in found)
+    return min(found, key=on), len(found), len(meshes)
+
+
+def test_the_walk_finds_the_valley_wherever_it_is() -> None:
+    """Also two axes across nodes, where one axis is better than any two inside nodes."""
+    for mesh in finer_meshes(H100, Options(), "ep", 64):
+        at, inner = mesh.axes[1][1], math.prod(size for _, size in mesh.axes[2:])
+
+        def seconds(middle: int, fast: int, at: int = at, inner: int = inner) -> float:
+            return 1 + 0.1 * abs(math.log2(middle * fast / (at * inner))) + 0.01 * abs(math.log2(fast / inner))
+
+        best, asked, _ = walk(seconds)
+        assert best == mesh
+        assert asked > 2
+
+
+def test_lines_that_get_no_better_end_the_walk() -> None:
+    best, asked, of = walk(lambda middle, inner: 1 + abs(math.log2(middle / 32)) + math.log2(inner))
+    assert str(best) == "dp=2×ep=32"
+    assert asked < of
+    _, asked, of = walk(lambda middle, inner: math.inf)
+    assert asked < of
+
+
 def test_choices_of_ops_are_those_of_all_axes_and_plans() -> None:
     one = mixture(mesh={"dp": 64}).plan.stages[0]
     taken = taken_by([one])
@@ -108,3 +149,12 @@ def test_stages_of_three_axes_compute_what_one_device_does(middle: str) -> None:
     program = autopar.compile(model, cluster, (ids, ids), optimizer=ADAMW, options=options)
     assert {len(stage.mesh.axes) for stage in program.plan.stages} == {3}
     assert autopar.verify(program, model, (ids, ids)).max_error <= 1e-9
+
+
+@pytest.mark.slow
+def test_more_memory_is_no_reason_to_look_at_fewer_meshes() -> None:
+    """Two axes across nodes are faster than one axis, which is faster than any two axes inside nodes."""
+    with torch.device("meta"):
+        model, (ids, labels), given = WORKLOADS["DeepSeek-V3"].make()
+    program = autopar.compile(model, H100, (ids, labels), options=Options(explain_s=0.0), **given)
+    assert program.predicted.step_time_s <= 1.005 * on_mesh(program, dp=2, ep=32)
