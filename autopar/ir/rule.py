@@ -120,14 +120,29 @@ class Rule:
         cut = (one for one in self.carried if all(f in self.factors and self.factors[f].size > 1 for f in one.factors))
         return {one.choice: one for one in cut}
 
+    @cached_property
+    def form(self) -> Rule:
+        """The rule whatever the sizes of its factors, of which it is known whether they are one: the same object for all rules of
+        one form."""
+        of_any_size = {name: replace(factor, size=min(factor.size, 2)) for name, factor in self.factors.items()}
+        return _one_of_each(Rule(self.operands, self.results, of_any_size, self.linear, self.carried))
+
     def choices(self) -> tuple[str, ...]:
         """The choices of one mesh axis."""
         return (*self.shardable, "", *(f"~{k}" for k in range(len(self.linear))), *self.inner, *self.carries)
 
     def allows(self, strategy: Strategy, mesh: Mesh) -> bool:
         """Whether every choice exists, they agree with each other, and every sharded factor divides."""
-        choices = self.choices()
-        return all(choice in choices for choice in strategy) and self.agrees(strategy) and self._divides(strategy, mesh)
+        possible = self.form._possible
+        if strategy not in possible:
+            choices = self.choices()
+            possible[strategy] = all(choice in choices for choice in strategy) and self.agrees(strategy)
+        return possible[strategy] and self._divides(strategy, mesh)
+
+    @cached_property
+    def _possible(self) -> dict[Strategy, bool]:
+        """Whether the choices of a strategy exist and agree, of those that were asked for."""
+        return {}
 
     def agrees(self, strategy: Strategy) -> bool:
         """Whether what the axes choose does not exclude each other, and minor factors follow those that come before them."""
@@ -195,6 +210,26 @@ class Rule:
 
     def operand_spec(self, index: int, strategy: Strategy, mesh: Mesh) -> Spec | None:
         """The spec in which operand `index` must arrive."""
+        return self._specs(strategy, mesh)[0][index]
+
+    def result_spec(self, index: int, strategy: Strategy, mesh: Mesh) -> Spec | None:
+        """The spec in which result `index` leaves."""
+        return self._specs(strategy, mesh)[1][index]
+
+    def _specs(self, strategy: Strategy, mesh: Mesh) -> tuple[tuple[Spec | None, ...], tuple[Spec | None, ...]]:
+        """The specs of all operands and results, found once for all rules of this form."""
+        form, key = self.form, (strategy, mesh.names)
+        if key not in form._known_specs:
+            operands = (form._operand_spec(i, strategy, mesh) for i in range(len(form.operands)))
+            results = (form._result_spec(i, strategy, mesh) for i in range(len(form.results)))
+            form._known_specs[key] = tuple(operands), tuple(results)
+        return form._known_specs[key]
+
+    @cached_property
+    def _known_specs(self) -> dict[Any, tuple[tuple[Spec | None, ...], tuple[Spec | None, ...]]]:
+        return {}
+
+    def _operand_spec(self, index: int, strategy: Strategy, mesh: Mesh) -> Spec | None:
         labels = self.operands[index]
         if labels is None:
             return None
@@ -205,8 +240,7 @@ class Rule:
         )
         return Spec(self._dims(labels, strategy, mesh), tuple(sorted(owed)))
 
-    def result_spec(self, index: int, strategy: Strategy, mesh: Mesh) -> Spec | None:
-        """The spec in which result `index` leaves."""
+    def _result_spec(self, index: int, strategy: Strategy, mesh: Mesh) -> Spec | None:
         labels = self.results[index]
         if labels is None:
             return None
@@ -263,6 +297,11 @@ class Rule:
     def _dim(self, dim: tuple[str, ...]) -> str:
         marked = [f + ("!" if f not in self.shardable else "") for f in dim]
         return "." if not dim else marked[0] if len(dim) == 1 else f"({' '.join(marked)})"
+
+
+@cache
+def _one_of_each(form: Rule) -> Rule:
+    return form
 
 
 def _times(blocks: tuple[int, ...] | int | None, inner: int) -> tuple[int, ...] | int | None:

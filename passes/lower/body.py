@@ -72,6 +72,20 @@ class PlannedTemplate:
         hub = self.flow.hubs.get(key)
         return key.removesuffix(GIVEN) if hub is None else hub.value
 
+    def cuts(self, named: Iterable[tuple[str, str]]) -> dict[str, int]:
+        """The dims along which the plan cuts what local names hold, of those that it cuts. named: each with its value. Raises
+        PlanError for a dim that the value does not have."""
+        dims, cuts = dict(self.plan.cut), dict[str, int]()
+        for local, value in named:
+            if value in dims:
+                rank = len(self.template.type_of(value).shape)
+                if dims[value] >= rank:
+                    raise PlanError(
+                        f"the plan cuts {self.template.name}.{value}, of {rank} dims, along dim {dims[value]}"
+                    )
+                cuts[local] = dims[value]
+        return cuts
+
 
 class Body:
     """The lines so far. held: local name and spec of every value and decision point that the function has."""
@@ -128,22 +142,6 @@ class Body:
         if value is None:
             return None, None
         return self.held[value] if value in self.held else self.hub(value, "B", "")
-
-    def cuts(self, arguments: Iterable[str]) -> dict[str, int]:
-        """Arguments, by local name, that hold a value which the plan cuts in pieces, each with its dim. Raises PlanError for a
-        dim that the value does not have."""
-        dims, cuts = dict(self.planned.plan.cut), dict[str, int]()
-        described = {*arguments}
-        for key, (local, _) in self.held.items():
-            value = self.planned.value_of(key)
-            if local in described and value in dims:
-                rank = len(self.template.type_of(value).shape)
-                if dims[value] >= rank:
-                    raise PlanError(
-                        f"the plan cuts {self.template.name}.{value}, of {rank} dims, along dim {dims[value]}"
-                    )
-                cuts[local] = dims[value]
-        return cuts
 
     def successor(self) -> tuple[Body, tuple[str, ...]]:
         """A body that goes on with what this one holds, as arguments of the same names; and these names."""

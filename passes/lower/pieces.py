@@ -20,7 +20,7 @@ is decided after that (`overlap.py`). Forward saves what it has in pieces as the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,10 +62,13 @@ def in_pieces(
     starts: Mapping[str, int],
     given: Mapping[str, Parts],
     keeps: frozenset[str] = frozenset(),
+    taken: Collection[str] = (),
 ) -> tuple[Function, dict[str, Parts]]:
     """The function, and those of the values `keeps` that it has in pieces alone. starts: arguments that may be cut, each with
-    its dim; given: values that it is given in pieces."""
+    its dim; given: values that it is given in pieces; taken: names that another function has, which is given its pieces."""
     made = _Pieces(function, planned, starts, given)
+    for other in taken:
+        made.names.take(other)
     for line in function.lines:
         made.take(line)
     for name in function.returns:

@@ -7,8 +7,8 @@ B and W are apart, what W reads of B's values is returned by the backward functi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from autopar.errors import PlanError, ShardingError
 from autopar.ir.fusion import without_widening
@@ -18,7 +18,7 @@ from autopar.ir.program import Template, operand_nodes, resolve
 from autopar.ir.spec import Spec
 from autopar.passes.lower.body import Body, PlannedTemplate, Result
 from autopar.passes.lower.overlap import overlapped, sends_beside
-from autopar.passes.lower.pieces import Parts, in_pieces
+from autopar.passes.lower.pieces import in_pieces
 from autopar.passes.price.link_clock import function_seconds, op_seconds
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
@@ -34,14 +34,6 @@ class _Front:
     function: Function
     outputs: tuple[Spec, ...]
     saved: tuple[tuple[str, str, Spec], ...] = ()
-    parts: Mapping[str, Parts] = field(default_factory=dict)
-    """The pieces of every saved value that exists in pieces alone."""
-
-    @property
-    def saved_names(self) -> tuple[str, ...]:
-        return tuple(
-            one for _, name, _ in self.saved for one in (self.parts[name].names if name in self.parts else (name,))
-        )
 
 
 @dataclass(frozen=True)
@@ -76,15 +68,16 @@ def lower_template(
     these, and values that rest in a memory tier, are not in pieces, nor is a template that is no faster so, unless the
     plan insists. Raises PlanError."""
     cuts = plan.pieces > 1 and not split and not plan.offload
-    backward = in_order.backward is not None
     if cuts and plan.insists:
-        return _lowered(PlannedTemplate(template, plan, pricer, rules), backward, split)
+        in_order = _in_pieces(in_order, PlannedTemplate(template, plan, pricer, rules))
+        return _with_overlap(in_order, template, plan, pricer, rules)
     if not any(sends_beside(line, pricer.mesh.sizes) for function in in_order.functions for line in function.lines):
         return in_order  # nothing travels that lines could run beside, and pieces of an op take as long as all of it at least
     whole, op_s = _with_overlap(in_order, template, plan, pricer, rules), op_seconds(plan, template, pricer, rules)
     if not cuts:
         return whole
-    pieces = _lowered(PlannedTemplate(template, plan, pricer, rules), backward, split)
+    pieces = _in_pieces(in_order, PlannedTemplate(template, plan, pricer, rules))
+    pieces = _with_overlap(pieces, template, plan, pricer, rules)
     return min(whole, pieces, key=lambda one: sum(function_seconds(f, pricer, op_s) for f in one.functions))
 
 
@@ -102,8 +95,25 @@ def _with_overlap(
     )
 
 
+def _in_pieces(in_order: LoweredTemplate, planned: PlannedTemplate) -> LoweredTemplate:
+    """The functions in pieces of the batch, as many as the plan says. Raises PlanError."""
+    template, back = planned.template, in_order.backward
+    read = [*(p for p in template.params if f"{p}@use" in planned.flow.hubs), *template.inputs]
+    starts = planned.cuts(zip(in_order.forward.args, read, strict=True))
+    taken = () if back is None else (*back.arg_types, *(out for line in back.lines for out in line.outs))
+    forward, parts = in_pieces(in_order.forward, planned, starts, {}, frozenset(in_order.saved), taken)
+    if back is None:
+        return replace(in_order, forward=forward)
+    params = (template.params[i] for i in (*in_order.late_params, *in_order.again_params))
+    args = zip(back.args, (*params, *(t for t in template.tangents if t is not None)), strict=True)
+    held = zip(in_order.saved, map(planned.value_of, planned.recomputation.kept.values()), strict=True)
+    backward, _ = in_pieces(back, planned, planned.cuts((*held, *args)), parts)
+    saved = tuple(one for name in in_order.saved for one in (parts[name].names if name in parts else (name,)))
+    return replace(in_order, forward=forward, backward=backward, saved=saved)
+
+
 def _lowered(planned: PlannedTemplate, backward: bool, split: bool) -> LoweredTemplate:
-    """The functions, in pieces or not as the plan says."""
+    """The functions, whole and in order."""
     template, plan = planned.template, planned.plan
     late_params = tuple(i for i, p in enumerate(template.params) if f"{p}@late" in planned.flow.hubs)
     try:
@@ -129,7 +139,7 @@ def _lowered(planned: PlannedTemplate, backward: bool, split: bool) -> LoweredTe
         template.planned_as,
         front.function,
         back.function,
-        front.saved_names,
+        tuple(name for _, name, _ in front.saved),
         template.random,
         front.outputs,
         back.input_grads,
@@ -159,34 +169,19 @@ def _forward(planned: PlannedTemplate, keeps: bool) -> _Front:
     outputs = [body.held[o] for o in template.outputs]
     saved = tuple((key, *body.hub(key, "F", "")) for key in planned.recomputation.kept.values()) if keeps else ()
     function = body.function(f"{template.name}_forward", args, (name for name, _ in outputs), ())
-    function, parts = _finished(function, planned, body.cuts(args), {}, frozenset(name for _, name, _ in saved))
-    return _Front(function, tuple(spec for _, spec in outputs), saved, parts)
+    function = _narrowed(function, planned, [name for _, name, _ in saved])
+    return _Front(function, tuple(spec for _, spec in outputs), saved)
 
 
-def _finished(
-    function: Function,
-    planned: PlannedTemplate,
-    starts: Mapping[str, int],
-    given: Mapping[str, Parts],
-    keeps: frozenset[str] = frozenset(),
-) -> tuple[Function, dict[str, Parts]]:
-    """The function in pieces and with lines run while messages travel, as the plan says; and what of `keeps` is in pieces alone.
-    starts: arguments that may be cut, each with its dim; given: values that come in pieces; keeps: values that outlive it."""
-    parts: dict[str, Parts] = {}
-    if has_widening_kernels(planned.pricer.device.runs_as):
-        function = without_widening(function, keeps)
-    if planned.plan.pieces > 1:
-        function, parts = in_pieces(function, planned, starts, given, keeps)
-    return overlapped(function, planned.plan, planned.pricer, planned.op_s), parts
+def _narrowed(function: Function, planned: PlannedTemplate, keeps: Collection[str] = ()) -> Function:
+    """The function without casts that its readers make themselves. keeps: values that outlive it."""
+    return without_widening(function, keeps) if has_widening_kernels(planned.pricer.device.runs_as) else function
 
 
 def _backward(planned: PlannedTemplate, front: _Front, late_params: tuple[int, ...], split: bool) -> _Back:
     template, body = planned.template, Body(planned)
     for key, name, spec in front.saved:
         body.argument(key, name, spec)
-    for parts in front.parts.values():
-        for piece in parts.names:
-            body.names.take(piece)
     again_params = tuple(i for i in planned.recomputation.params if not _gathered_alike(planned, template.params[i]))
     args = _backward_arguments(planned, body, late_params, again_params)
     for node in template.ops:
@@ -204,7 +199,7 @@ def _backward(planned: PlannedTemplate, front: _Front, late_params: tuple[int, .
     saved = [name for _, name, _ in front.saved]
     function = body.function(f"{template.name}_backward", args, (name for name, _ in returned), saved)
     return _Back(
-        _finished(function, planned, body.cuts([*saved, *args]), front.parts, frozenset(later))[0],
+        _narrowed(function, planned, later),
         tuple(spec for _, spec in input_grads),
         tuple(spec for _, spec in param_grads),
         again_params,
@@ -255,7 +250,7 @@ def _weights(planned: PlannedTemplate, body: Body) -> tuple[Function, tuple[str,
     read = {name for line in following.lines for name in line.reads()} | {name for name, _ in param_grads}
     later = tuple(dict.fromkeys(name for name in names if name in read))
     function = following.function(f"{template.name}_weights", later, (name for name, _ in param_grads), ())
-    return _finished(function, planned, {}, {})[0], later, param_grads
+    return _narrowed(function, planned), later, param_grads
 
 
 def _make_again_ahead(planned: PlannedTemplate, body: Body) -> None:

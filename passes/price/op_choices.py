@@ -14,51 +14,34 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Rule, Strategy
 from autopar.ops.registry import Block, takes_blocks
 from autopar.passes.price.op_seconds import OpSeconds
-from autopar.passes.rules.alphabet import distinct, shards
-from autopar.passes.rules.strategy_table import strategy_table
+from autopar.passes.rules.alphabet import shards
+from autopar.passes.rules.strategy_table import StrategyTable, strategy_table
 
 
 @dataclass(frozen=True)
 class OpChoices:
-    """An op under some strategies, with an entry for each: seconds of its work on a block, and of messages of its own that this
-    does not hide; the specs of every operand and result (by number, `autopar.passes.rules.alphabet`; None where there is no
-    tensor), and the bytes of every result's block."""
+    """An op under the strategies of a table, with an entry for each: seconds of its work on a block, and of messages of its own
+    that this does not hide; and the bytes of every result's block."""
 
-    strategies: tuple[Strategy, ...]
+    table: StrategyTable
     computed_s: np.ndarray
     sent_s: np.ndarray
-    operands: tuple[np.ndarray | None, ...]
-    results: tuple[np.ndarray | None, ...]
     result_bytes: tuple[np.ndarray, ...]
+
+    @property
+    def strategies(self) -> tuple[Strategy, ...]:
+        return self.table.strategies
 
     @cached_property
     def seconds(self) -> np.ndarray:
         """Seconds of computing and of sending."""
         return np.asarray(self.computed_s + self.sent_s)
 
-    @cached_property
-    def index(self) -> dict[Strategy, int]:
-        """The place of every strategy."""
-        return {strategy: i for i, strategy in enumerate(self.strategies)}
-
-    @cached_property
-    def wanted(self) -> tuple[np.ndarray | None, ...]:
-        """The specs of every operand, each once, in order."""
-        return tuple(None if n is None else distinct(n) for n in self.operands)
-
-    @cached_property
-    def made(self) -> tuple[np.ndarray | None, ...]:
-        """The specs of every result, each once, in order."""
-        return tuple(None if n is None else distinct(n) for n in self.results)
-
     def only(self, kept: Sequence[int]) -> OpChoices:
         """The choices at the places `kept`."""
-        operands, results = (
-            tuple(None if n is None else n[kept] for n in numbers) for numbers in (self.operands, self.results)
-        )
-        nbytes = tuple(of_result[kept] for of_result in self.result_bytes)
-        strategies = tuple(self.strategies[i] for i in kept)
-        return OpChoices(strategies, self.computed_s[kept], self.sent_s[kept], operands, results, nbytes)
+        places = np.array(kept, int)
+        nbytes = tuple(of_result[places] for of_result in self.result_bytes)
+        return OpChoices(self.table.only(places), self.computed_s[places], self.sent_s[places], nbytes)
 
 
 def op_choices(
@@ -72,39 +55,38 @@ def op_choices(
     """Every strategy that an op may take on a mesh. sent_s(strategy, computed_s): seconds of messages of its own that so many of
     work do not hide. choices: what an axis may take (None: whatever the rule allows). Raises InfeasibleError where that leaves
     nothing."""
-    table = strategy_table(rule, mesh, choices)
-    parts = table.parts(mesh)
-    sizes = np.array([f.size for f in rule.factors.values()], int)
+    every = strategy_table(rule, mesh, choices)
+    parts = every.parts(mesh)
     if mesh.uneven:
         kept = np.flatnonzero(
             [
                 rule.allows(strategy, mesh) and takes_blocks(Block(call, rule, strategy, mesh))
-                for strategy in table.strategies
+                for strategy in every.strategies
             ]
         )
     else:
-        kept = np.flatnonzero(((sizes % parts == 0) & (~table.single | (sizes == parts))).all(1))
+        sizes = np.array([rule.factors[f].size for f in every.factors], int)
+        kept = np.flatnonzero(((sizes % parts == 0) & (~every.single | (sizes == parts))).all(1))
     if not len(kept):
         raise InfeasibleError(
             f"no strategy of {call.op} is left on mesh {mesh}: its axes may take {sorted(choices or ())} alone"
         )
-    operands, results = (
-        tuple(None if n is None else n[kept] for n in numbers) for numbers in (table.operands, table.results)
-    )
+    table = every.only(kept)
     nbytes = tuple(
         shards(mesh.axes, len(type_.shape)).of_bytes(type_, numbers)
         if type_ is not None and numbers is not None
         else np.zeros(len(kept))
-        for type_, numbers in zip(call.results, results, strict=True)
+        for type_, numbers in zip(call.results, table.results, strict=True)
     )
-    strategies = tuple(table.strategies[i] for i in kept.tolist())
     if mesh.uneven:
-        blocks = [rule.parts(strategy, mesh) for strategy in strategies]
+        blocks = [rule.parts(strategy, mesh) for strategy in table.strategies]
     else:
-        blocks = [dict(zip(rule.factors, row, strict=True)) for row in parts[kept].tolist()]
-    computed_s = np.array([seconds.on_block(*one) for one in zip(blocks, strategies, strict=True)])
+        blocks = [dict(zip(table.factors, row, strict=True)) for row in parts[kept].tolist()]
+    computed_s = np.array(
+        [seconds.on_block(own, strategy, mesh) for own, strategy in zip(blocks, table.strategies, strict=True)]
+    )
     if rule.carries:
-        sent = np.array([sent_s(*one) for one in zip(strategies, computed_s, strict=True)])
+        sent = np.array([sent_s(*one) for one in zip(table.strategies, computed_s, strict=True)])
     else:
         sent = np.zeros(len(kept))
-    return OpChoices(strategies, computed_s, sent, operands, results, nbytes)
+    return OpChoices(table, computed_s, sent, nbytes)

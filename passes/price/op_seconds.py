@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,7 +21,6 @@ from autopar.ir.rule import Parts, Rule, Strategy, carried_choices
 from autopar.ir.types import dtype_name
 from autopar.ops.registry import Grouped, OpDef, find
 from autopar.passes.price.mixtures import moved_bytes, work_share
-from autopar.passes.rules.memo import Memo
 
 Price = TypeVar("Price")
 _PLAIN = OpDef()
@@ -55,14 +54,13 @@ NOTHING_BOUND = Roofline()
 
 @dataclass(frozen=True, eq=False)
 class OpSeconds:
-    """An op to be priced on a mesh of devices. memo: of the task's prices."""
+    """An op to be priced on a device, on blocks of any mesh."""
 
     call: OpCall
     rule: Rule
-    mesh: Mesh
     device: DeviceSpec
     software: Software
-    memo: Memo
+    _on_blocks: dict[tuple[Any, ...], float] = field(default_factory=dict)
 
     @property
     def at_peak(self) -> float:
@@ -73,41 +71,52 @@ class OpSeconds:
             else self._work[0] / self.device.peak(self._computed_in(self._work[1]))
         )
 
-    def grouped(self, parts: Parts, strategy: Strategy) -> Grouped | None:
+    def grouped(self, parts: Parts, strategy: Strategy, mesh: Mesh) -> Grouped | None:
         """The rows that it computes in groups on a rank, where it does."""
         grouped = self._facts.grouped
-        return None if grouped is None else grouped(self.call, parts, self.rule.work_parts(strategy, self.mesh))
+        return None if grouped is None else grouped(self.call, parts, self.rule.work_parts(strategy, mesh))
 
-    def on_block(self, parts: Parts, strategy: Strategy) -> float:
-        """Seconds on one rank. parts: into how many every factor is cut (`Rule.parts`)."""
+    def on_block(self, parts: Parts, strategy: Strategy, mesh: Mesh) -> float:
+        """Seconds on one rank. parts: into how many every factor is cut (`Rule.parts`). Equal blocks take as long on
+        any mesh that cuts as many, unless their rows travel along its axes."""
         if self._facts.free:
             return 0.0
-        work_s, merging_s, filled_s, drawn_s = self._read(parts, strategy, self.memo[compute.op_time_s])
+        if mesh.uneven or self._facts.grouped is not None:
+            return self._block_s(parts, strategy, mesh)
+        key = (*map(parts.__getitem__, self.rule.factors), self.rule.work_parts(strategy, mesh))
+        if key not in self._on_blocks:
+            self._on_blocks[key] = self._block_s(parts, strategy, mesh)
+        return self._on_blocks[key]
+
+    def _block_s(self, parts: Parts, strategy: Strategy, mesh: Mesh) -> float:
+        work_s, merging_s, filled_s, drawn_s = self._read(parts, strategy, mesh, compute.op_time_s)
         return merging_s + filled_s + drawn_s + work_s
 
-    def limits_on_block(self, parts: Parts, strategy: Strategy) -> Roofline:
+    def limits_on_block(self, parts: Parts, strategy: Strategy, mesh: Mesh) -> Roofline:
         """The same seconds by what bounds them."""
         if self._facts.free:
             return NOTHING_BOUND
-        kernel, merging_s, filled_s, drawn_s = self._read(parts, strategy, compute.kernel_seconds)
+        kernel, merging_s, filled_s, drawn_s = self._read(parts, strategy, mesh, compute.kernel_seconds)
         own_s = kernel.seconds - kernel.launch_s - kernel.moved_s
         memory_s = merging_s + filled_s + kernel.moved_s + (own_s if kernel.memory_bound else 0.0)
         return Roofline(drawn_s + (0.0 if kernel.memory_bound else own_s), memory_s, kernel.launch_s)
 
-    def _read(self, parts: Parts, strategy: Strategy, price: Callable[..., Price]) -> tuple[Price, float, float, float]:
+    def _read(
+        self, parts: Parts, strategy: Strategy, mesh: Mesh, price: Callable[..., Price]
+    ) -> tuple[Price, float, float, float]:
         """The price of the kernel that the op is on a block, and the seconds that merging, filling and drawing add to it.
         price: `compute.op_time_s` or `compute.kernel_seconds`, which take the same."""
         facts, call, device, software = self._facts, self.call, self.device, self.software
         flops, kind, groups = self._work
-        share = self.rule.work_parts(strategy, self.mesh)
+        share = self.rule.work_parts(strategy, mesh)
         moved = [float(whole_bytes / math.prod(parts[f] for f in factors)) for whole_bytes, factors in self._tensors]
         if facts.picks:
             moved[0] = min(moved[0], moved[-1])
         filled_s = 0.0
         if facts.fills:
             filled_s, moved[-1] = compute.filling_time_s(device, moved[-1], moved[0])
-        grouped = self.grouped(parts, strategy)
-        along = [self.mesh.sizes[axis] for axis, _ in carried_choices(strategy, self.mesh)] if grouped else []
+        grouped = self.grouped(parts, strategy, mesh)
+        along = [mesh.sizes[axis] for axis, _ in carried_choices(strategy, mesh)] if grouped else []
         shape = facts.dims(call, parts, share) if facts.dims else _product(groups, self.rule, parts)
         tile = 0.0
         if kind in compute.ATTENTION and shape:
@@ -127,7 +136,7 @@ class OpSeconds:
             eager=software.eager_attention,
             op=call.op,
             grouped=grouped is not None,
-            reached=self._reached(kind, strategy) * self._kept(kind, grouped),
+            reached=self._reached(kind, strategy, mesh) * self._kept(kind, grouped),
             moved_bytes=moved_bytes(grouped, software, along, device.runs_as),
         )
         return kernel, merging_s, filled_s, drawn_s
@@ -145,21 +154,21 @@ class OpSeconds:
             return self.software.attention_share
         return 1.0 if grouped is None else self.software.constants.grouped_share
 
-    def _reached(self, kind: str, strategy: Strategy) -> float:
+    def _reached(self, kind: str, strategy: Strategy, mesh: Mesh) -> float:
         """The share of a product's rate that is left by how its tensors' rows lie, on the rank with the slowest kernel."""
         if kind != "matmul" or self.device.curve.odd == 1.0:
             return 1.0
-        taken = self.rule.taken(strategy, self.mesh)
-        lengths = {f: self._lengths(f, taken.get(f, ())) for last in self._rows for f in last}
+        taken = self.rule.taken(strategy, mesh)
+        lengths = {f: self._lengths(f, taken.get(f, ()), mesh) for last in self._rows for f in last}
         rows = (math.prod(one) for last in self._rows for one in product(*(lengths[f] for f in last)))
         return compute.aligned_share(self.device, self._computed_in(kind), rows)
 
-    def _lengths(self, factor: str, axes: tuple[str, ...]) -> tuple[int, ...]:
+    def _lengths(self, factor: str, axes: tuple[str, ...], mesh: Mesh) -> tuple[int, ...]:
         """The lengths of a factor's blocks, on some rank each."""
         size = self.rule.factors[factor].size
-        if not self.mesh.uneven:
-            return (size // self.mesh.product(axes),)
-        blocks = self.mesh.blocks(size, axes)
+        if not mesh.uneven:
+            return (size // mesh.product(axes),)
+        blocks = mesh.blocks(size, axes)
         return tuple(set(blocks)) if isinstance(blocks, tuple) else (blocks or size,)
 
     @cached_property

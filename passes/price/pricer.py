@@ -218,20 +218,21 @@ class Pricer:
     def op_s(self, call: OpCall, rule: Rule, strategy: Strategy) -> float:
         """Seconds of one op's work on its block under `strategy`, messages of its own left out."""
         choices = self._choices.get(call.signature)
-        if choices is not None and strategy in choices.index:
-            return float(choices.computed_s[choices.index[strategy]])
+        if choices is not None and strategy in choices.table.index:
+            return float(choices.computed_s[choices.table.index[strategy]])
         key = call.signature, strategy
         if key not in self._op_s:
-            self._op_s[key] = self._op_seconds(call, rule).on_block(rule.parts(strategy, self.mesh), strategy)
+            parts = rule.parts(strategy, self.mesh)
+            self._op_s[key] = self._op_seconds(call, rule).on_block(parts, strategy, self.mesh)
         return self._op_s[key]
 
     def op_limits(self, call: OpCall, rule: Rule, strategy: Strategy) -> Roofline:
         """The same seconds by what bounds them."""
-        return self._op_seconds(call, rule).limits_on_block(rule.parts(strategy, self.mesh), strategy)
+        return self._op_seconds(call, rule).limits_on_block(rule.parts(strategy, self.mesh), strategy, self.mesh)
 
     def grouped(self, call: OpCall, rule: Rule, strategy: Strategy) -> Grouped | None:
         """The rows that an op computes in groups on a rank, where it does."""
-        return self._op_seconds(call, rule).grouped(rule.parts(strategy, self.mesh), strategy)
+        return self._op_seconds(call, rule).grouped(rule.parts(strategy, self.mesh), strategy, self.mesh)
 
     def dispatched_s(self, nbytes: float, choices: int, axes: tuple[str, ...]) -> float:
         """Seconds until every token of a rank, of nbytes in all, is at the ranks of its choices along these axes, or back."""
@@ -295,8 +296,9 @@ class Pricer:
         return other
 
     def _op_seconds(self, call: OpCall, rule: Rule) -> OpSeconds:
-        """Seconds of an op on blocks of it."""
-        return OpSeconds(call, rule, self.mesh, self.device, self.software, self.memo)
+        """Seconds of an op on blocks of it, which meshes of one kind of device share."""
+        key = OpSeconds, call.signature, self.device, self.software
+        return self.memo.get(key, lambda: OpSeconds(call, rule, self.device, self.software))
 
 
 class OutOfTime(Exception):

@@ -8,50 +8,84 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Labels, Rule, Strategy, factors_of
 from autopar.ir.spec import Spec
-from autopar.passes.rules.alphabet import alphabet, shared_axes
+from autopar.passes.rules.alphabet import alphabet, distinct, shared_axes
+
+Axes = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, eq=False)
 class StrategyTable:
-    """Every strategy of a rule, whatever it divides, but those that owe two kinds of reductions at once.
+    """Strategies of a rule, whatever they divide, but those that owe two kinds of reductions at once.
 
     operands, results: per strategy the number of the spec (`autopar.passes.rules.alphabet`), None where there is no tensor.
     sharded[s, f, axis]: whether strategy s shards a factor by an axis of more than one rank. single[s, f]: whether it asks for
     single indices of a factor on every rank.
     """
 
+    factors: tuple[str, ...]
     strategies: tuple[Strategy, ...]
     operands: tuple[np.ndarray | None, ...]
     results: tuple[np.ndarray | None, ...]
     sharded: np.ndarray
     single: np.ndarray
+    _parts: dict[Axes, np.ndarray] = field(default_factory=dict)
+    _some: dict[bytes, StrategyTable] = field(default_factory=dict)
 
     def parts(self, mesh: Mesh) -> np.ndarray:
         """Per strategy and factor into how many parts it is cut on a mesh."""
-        sizes = [int(size) for _, size in mesh.axes if size > 1]
-        return np.asarray(np.where(self.sharded, sizes, 1).prod(2, dtype=int))
+        if mesh.axes not in self._parts:
+            sizes = [int(size) for _, size in mesh.axes if size > 1]
+            self._parts[mesh.axes] = np.asarray(np.where(self.sharded, sizes, 1).prod(2, dtype=int))
+        return self._parts[mesh.axes]
+
+    def only(self, kept: np.ndarray) -> StrategyTable:
+        """The strategies at these places; the same object for the same ones."""
+        if len(kept) == len(self.strategies) and (kept[1:] > kept[:-1]).all():
+            return self
+        key = kept.tobytes()
+        if key not in self._some:
+            operands, results = (
+                tuple(None if n is None else n[kept] for n in numbers) for numbers in (self.operands, self.results)
+            )
+            strategies = tuple(self.strategies[i] for i in kept.tolist())
+            arrays = self.sharded[kept], self.single[kept]
+            self._some[key] = StrategyTable(self.factors, strategies, operands, results, *arrays)
+        return self._some[key]
+
+    @cached_property
+    def index(self) -> dict[Strategy, int]:
+        """The place of every strategy."""
+        return {strategy: i for i, strategy in enumerate(self.strategies)}
+
+    @cached_property
+    def wanted(self) -> tuple[np.ndarray | None, ...]:
+        """The specs of every operand, each once, in order."""
+        return tuple(None if n is None else distinct(n) for n in self.operands)
+
+    @cached_property
+    def made(self) -> tuple[np.ndarray | None, ...]:
+        """The specs of every result, each once, in order."""
+        return tuple(None if n is None else distinct(n) for n in self.results)
 
 
 def strategy_table(rule: Rule, mesh: Mesh, choices: Collection[str] | None = None) -> StrategyTable:
     """The table of a rule on meshes with these axes. choices: what an axis may take (None: whatever the rule allows)."""
-    of_any_size = {name: replace(factor, size=min(factor.size, 2)) for name, factor in rule.factors.items()}
-    form = Rule(rule.operands, rule.results, of_any_size, rule.linear, rule.carried)
-    every = form.choices()
-    kept = every if choices is None else [choice for choice in every if choice in choices]
-    return _table(form, mesh.names, shared_axes(mesh), tuple(kept))
+    kept = None if choices is None else tuple(choice for choice in rule.form.choices() if choice in choices)
+    return _table(rule.form, mesh.names, shared_axes(mesh), kept)
 
 
 @lru_cache(maxsize=16384)
-def _table(form: Rule, names: tuple[str, ...], axes: tuple[str, ...], choices: tuple[str, ...]) -> StrategyTable:
+def _table(form: Rule, names: tuple[str, ...], axes: tuple[str, ...], choices: tuple[str, ...] | None) -> StrategyTable:
     mesh = Mesh(tuple((name, 2) for name in names))
+    choices = form.choices() if choices is None else choices
     per_axis = [choices if name in axes else ("",) for name in names]
     strategies = [s for s in itertools.product(*per_axis) if form.agrees(s)]
 
@@ -73,6 +107,5 @@ def _table(form: Rule, names: tuple[str, ...], axes: tuple[str, ...], choices: t
     )
     shape = (len(strategies), len(form.factors), len(axes))
     first = len(form.operands)
-    return StrategyTable(
-        tuple(strategies), specs[:first], specs[first:], np.array(sharded, bool).reshape(shape), single
-    )
+    places = np.array(sharded, bool).reshape(shape)
+    return StrategyTable(tuple(form.factors), tuple(strategies), specs[:first], specs[first:], places, single)

@@ -150,13 +150,13 @@ class Problem:
             nbytes = calls * sum(held, np.zeros(len(choices.strategies)))
             seconds = launched_s(op.call, choices.seconds, self.pricer) if launching else choices.seconds
             v = self._add_held(key, choices.strategies, times * seconds, nbytes)
-            self._operands[template.name, op.name] = v, choices.operands
+            self._operands[template.name, op.name] = v, choices.table.operands
             for i, value in op.results.items():
-                numbers, each_once = choices.results[i], choices.made[i]
+                numbers, each_once = choices.table.results[i], choices.table.made[i]
                 if numbers is not None and each_once is not None:
                     self._at[template.name, value] = v, numbers
                     self._made[template.name, value] = each_once
-            for read, numbers in zip(op.reads, choices.wanted, strict=True):
+            for read, numbers in zip(op.reads, choices.table.wanted, strict=True):
                 if numbers is not None:
                     self._wanted.setdefault((template.name, read.value), []).append(numbers)
 
@@ -166,12 +166,12 @@ class Problem:
         choices = self.pricer.op_choices(op.call, rule)
         if self.given is not None:
             strategy: Strategy = self.given(key)
-            if strategy not in choices.index:
+            if strategy not in choices.table.index:
                 raise PlanError(
                     f"{'.'.join(key[1:])}: the plan's strategy does not fit the rule `{rule}` on mesh {self.mesh}; "
                     f"possible per axis: {', '.join(c or '(none)' for c in rule.choices())}"
                 )
-            return choices.only([choices.index[strategy]])
+            return choices.only([choices.table.index[strategy]])
         if allowed is None:
             return choices
         return choices.only([i for i, strategy in enumerate(choices.strategies) if allowed(key, strategy)])

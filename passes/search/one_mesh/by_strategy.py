@@ -182,8 +182,9 @@ def computed_s(task: Task, device: DeviceSpec) -> float:
     for name, template in task.program.templates.items():
         for call in template.op_calls.values():
             rule = task.rules.rule(call)
-            seconds = OpSeconds(call, rule, alone, device, task.pricers.software, task.pricers.memo)
-            total += task.program.multiplicity.get(name, 0) * seconds.on_block(dict.fromkeys(rule.factors, 1), ("",))
+            seconds = OpSeconds(call, rule, device, task.pricers.software)
+            whole_s = seconds.on_block(dict.fromkeys(rule.factors, 1), ("",), alone)
+            total += task.program.multiplicity.get(name, 0) * whole_s
     return total
 
 

@@ -1,8 +1,8 @@
 """Finer meshes of stages, where a pipeline is the best plan so far: those of three axes, and of two across nodes.
 
-They are those of one mesh (`autopar.passes.search.one_mesh.finer`), tried where the best cut on two axes takes little more than the
-best on one, around the inner axes and in the sizes that submeshes of good cuts have, and with what ops took along the axes of the
-first meshes.
+They are those of one mesh (`autopar.passes.search.one_mesh.finer`), tried where the best cut on two axes takes little more than
+the best on one, around the inner axes and in the sizes that submeshes of good cuts have, and with what ops took along the axes
+of the first meshes.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from autopar.ir.rule import Rule
 from autopar.ir.types import TensorType
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
+from autopar.passes.rules.memo import Memo
 from autopar.passes.shard.uneven import balanced
 from autopar.runtime.comm.mesh import Shares
 
@@ -161,3 +162,26 @@ def test_the_gradient_of_a_look_up_takes_its_rows_and_fills_the_rest_of_the_tabl
     call = template.op_calls[node.name]
     own = 4096 + 512 + 4096
     assert known.op_s(call, RuleBook().rule(call), ("",)) == pytest.approx(own * 1e-6 + (4096 * 64 - 4096) * 1e-9)
+
+
+def test_meshes_share_seconds_of_equal_blocks_and_get_those_that_each_would_find_alone() -> None:
+    call, rule = ruled(aten.mm.default, [(32, 64), (64, 16)], (32, 16), torch.float32)
+    cluster, memo = ClusterSpec("test", ((8, DEVICE),), (LinkLevel("node", 8, 1e9, 1e-5),)), Memo()
+    for mesh in (Mesh.of(dp=8), Mesh.of(dp=4, tp=2), Mesh.of(dp=2, tp=4)):
+        shared = Pricer(cluster, mesh, None, memo).op_choices(call, rule)
+        assert shared.strategies == tuple(rule.strategies(mesh))
+        alone = [Pricer(cluster, mesh).op_s(call, rule, strategy) for strategy in shared.strategies]
+        assert shared.seconds.tolist() == alone
+
+
+def test_rules_of_one_form_are_priced_by_their_own_sizes_in_whatever_order_they_have_factors() -> None:
+    call, rule = ruled(aten.mm.default, [(32, 64), (64, 16)], (32, 16), torch.float32)
+    turned = Rule(rule.operands, rule.results, dict(reversed(rule.factors.items())), rule.linear, rule.carried)
+    wide, of_wide = ruled(aten.mm.default, [(128, 64), (64, 16)], (128, 16), torch.float32)
+    assert turned.form is rule.form is of_wide.form
+    first, other, wider = (
+        Pricer(PRICER.cluster, PRICER.mesh).op_choices(*op) for op in ((call, rule), (call, turned), (wide, of_wide))
+    )
+    assert first.table is other.table is wider.table
+    assert first.seconds.tolist() == other.seconds.tolist()
+    assert (wider.seconds > first.seconds).all()
