@@ -196,7 +196,7 @@ def test_auto_recomputes_nothing_where_memory_is_plenty() -> None:
 
 
 def test_auto_fits_where_keeping_everything_does_not_and_is_faster_than_full() -> None:
-    share = 0.8
+    share = 0.52
     limit = share * llama("none").predicted.peak_bytes
     with pytest.raises(autopar.InfeasibleError):
         llama("none", share)
