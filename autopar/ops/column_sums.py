@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from autopar.ops.labels import dims_told
+from autopar.runtime.comm.backends import CUDA
 from autopar.runtime.comm.devices import Device
 
 _THREADS, _WARP, _VECTOR = 512, 32, 4
@@ -39,7 +40,7 @@ def workspace_bytes(x: torch.Tensor, arguments: Mapping[str, Any], device: Devic
     dims = dims_told(arguments.get("dim"), x.ndim)
     kept = [d for d in range(len(shape)) if d not in dims and shape[d] > 1]
     gone = [d for d in dims if shape[d] > 1]
-    if device.type != "cuda" or not kept or not gone or min(stride[d] for d in (*kept, *gone)) < 1:
+    if device.type != CUDA.device_type or not kept or not gone or min(stride[d] for d in (*kept, *gone)) < 1:
         return 0
     fastest = min(kept, key=lambda d: stride[d])
     if stride[fastest] > min(stride[d] for d in gone):
