@@ -8,6 +8,7 @@ import json
 import math
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -208,9 +209,11 @@ def test_auto_fits_where_keeping_everything_does_not_and_is_faster_than_full() -
 
 @pytest.mark.slow
 def test_auto_is_no_slower_than_any_policy_that_fits() -> None:
-    for share in (0.9, 0.7):
-        limit = 0.99 * share * llama("none").predicted.peak_bytes
-        fitting = [llama(p, share) for p in ("selective", "full") if llama(p).predicted.peak_bytes <= limit]
+    for share in (0.6, 0.5):
+        fitting: list[ParallelProgram] = []
+        for policy in ("selective", "full"):
+            with suppress(autopar.InfeasibleError):
+                fitting.append(llama(policy, share))
         assert fitting
         assert llama("auto", share).predicted.step_time_s <= min(p.predicted.step_time_s for p in fitting) * (1 + 1e-6)
 
