@@ -36,6 +36,9 @@ Sets = Mapping[str, tuple[str, ...]]
 _Key = tuple[tuple[str, tuple[str, ...]], ...]
 _ROUNDS = 4
 """Times that both halves are solved in turn at one price."""
+_SMALL_ROW = 2_000
+"""Variables up to which a MIP with memory as a row ends in a tenth of a second. Above, it takes seconds for one of many budgets,
+and what it finds by then depends on the clock."""
 _STEPS = 12
 """Prices that are tried for one budget."""
 CLOSE = 1e-4
@@ -250,7 +253,7 @@ class JointSearch:
         """The fastest sharding with the values that a point computes again, where that is none of the hull's."""
         graph = point.problem.graph
         deadline = time.monotonic() + self.time_limit_s
-        choice, _, _ = by_row(graph, budget, self.price, point.choice, deadline)
+        choice, _, _ = by_row(graph, budget, self.price, point.choice, deadline, _SMALL_ROW)
         if tuple(choice) == point.choice:
             return point
         self.points.append(Point(point.problem, tuple(choice), graph.value(choice), graph.memory_of(choice)))
