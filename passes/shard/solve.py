@@ -97,8 +97,8 @@ def by_row(
     graph: FactorGraph, budget: float, price: float, best: Sequence[int], deadline: float, largest: int = _LARGEST_ROW
 ) -> tuple[list[int], float, dict[str, int]]:
     """The best assignment within a budget of bytes by the MIP with memory as a row, in a share of the time that is left, over the
-    states that the bound at a price leaves to anything better than `best`, which fits; the proven bound; the MIP's size. largest: in
-    variables, from which on none is solved."""
+    states that the bound at a price leaves to anything better than `best`, which fits; the proven bound; the MIP's size. largest:
+    of more variables none is solved."""
     cost, choice = graph.value(list(best)), list(best)
     r = reduce_graph(better_within(graph, budget, price, cost, deadline), with_memory=True)
     if r.size["variables"] > largest:
