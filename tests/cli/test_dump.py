@@ -24,16 +24,8 @@ from autopar.cli.saved import read
 from autopar.ir.text import size_text
 from autopar.report.program_facts import FunctionFacts, LineFacts, TemplateFacts
 from tests.ops.rings import Transformer, with_attention
+from tests.report.page.pages import Block
 from tests.test_house import ROOT
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(x)))
 
 
 class Blocks(nn.Module):
