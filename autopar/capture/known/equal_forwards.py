@@ -204,6 +204,11 @@ class RandomModule:
                 return
             doubted, tensors = doubtful(draws, found), self._draw()
             always = set(_numbers(draws[1])).intersection(*map(_numbers, draws[2:])) if draws[1:] else set()
+            alone = {pair for draw in draws[1:] for pair in _numbers(draw) if len(draw.named[pair[0]]) == 1}
+            together = set(_numbers(self.told(tensors, {}, chosen)))  # what rows name one by one is among it
+            known = all(pair in alone or often[pair] >= OFTEN for pair in together)
+            if known and not always and not doubted & {n for _, n in together}:
+                continue
             for row in range(most):
                 rows = _all_alike(tensors, row)
                 told = self.told(rows, {}, chosen)

@@ -169,6 +169,25 @@ def test_numbers_that_are_never_drawn_prove_nothing() -> None:
     assert proof(Hits(), products, 2).difference == float("inf")
 
 
+def test_a_number_that_few_rows_name_is_found_and_rows_are_asked_together() -> None:
+    asked = []
+
+    def seldom_the_third(module: Any, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        two, rare = torch.randint(0, 2, shape, generator=generator), torch.rand(shape, generator=generator) < 1 / 500
+        return torch.where(rare, 2, two)
+
+    def told(module: Any, x: Tensor, chosen: Tensor) -> Tensor:
+        asked.append(chosen)
+        return chosen
+
+    given = Given((torch.empty(64, 4), torch.empty(64, 1, dtype=torch.long)), TWO)
+    found = proof(Hits(), products, seldom_the_third, given, told)
+    assert found.difference <= 1e-9
+    assert dict(found.sometimes.numbers) == EXPERTS
+    assert not (asked[0] == 2).any()
+    assert len(asked) < 600  # of 2048 rows
+
+
 def test_a_gradient_that_is_there_is_not_one_of_zeros() -> None:
     found = proof(Hits(), detached)
     assert found.difference >= 0.1
