@@ -1,6 +1,6 @@
 """Triton's interpreter for tests: kernels run on CPU tensors, program by program, in numpy.
 
-Triton decides when it is imported, and again where a kernel is defined, so `tests/conftest.py` says so before. Where there is a
+Triton decides when it is imported, and again where a kernel is defined, so `tests/every_test.py` says so before. Where there is a
 GPU its compiler is used, and the tests run there.
 """
 
