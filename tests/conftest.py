@@ -1,7 +1,7 @@
 """Fixtures and settings are those of `tests/every_test.py`, which a process that only hands tests to workers does not import.
 
-Bytecode of tests and library is kept, whatever the environment says of other bytecode: else pytest rewrites all asserts anew, which
-is half the time of collecting.
+Bytecode of tests and library is kept, whatever the environment says of other bytecode: else pytest rewrites all asserts anew,
+which is half the time of collecting.
 """
 
 from __future__ import annotations

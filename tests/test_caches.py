@@ -62,7 +62,7 @@ def entries() -> dict[str, int]:
     }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_another_program_of_the_same_ops_adds_no_entry_to_any_cache_of_a_module(options: dict[str, Any]) -> None:
     compiled(32, **options)
@@ -74,7 +74,7 @@ def test_another_program_of_the_same_ops_adds_no_entry_to_any_cache_of_a_module(
     assert {name: (before.get(name), count) for name, count in entries().items() if before.get(name) != count} == {}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_program_goes_when_nobody_holds_it(options: dict[str, Any]) -> None:
     program = compiled(32, **options)

@@ -27,7 +27,7 @@ def test_example_runs(script: str, tmp_path: Path) -> None:
 
 
 def test_demo_trains_on_two_processes_and_equals_one_device(tmp_path: Path) -> None:
-    said = run_script("examples/train_gpt.py", "--ranks", "2", "--steps", "20", cwd=tmp_path)
+    said = run_script("examples/train_gpt.py", "--ranks", "2", "--steps", "4", cwd=tmp_path)
     assert "check: equal to one device" in said
     assert (tmp_path / "out" / "gpt" / "run.py").exists()
 

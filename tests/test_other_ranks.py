@@ -140,7 +140,7 @@ def test_steps_are_the_same_on_other_clusters(home, options, ranks):
         torch.testing.assert_close(theirs.state[name], value, rtol=0, atol=1e-9 * value.abs().max().item())
 
 
-@pytest.mark.parametrize("rebalance", [False, True])
+@pytest.mark.parametrize("rebalance", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_sixteen_rows_go_on_with_three_ranks_of_four(rebalance):
     """Three ranks hold 6, 5 and 5 of the rows; parameters and optimizer state move over."""
     program = compiled(rows=16, mesh={"dp": 4}, strategy="zero1", rebalance=rebalance)
@@ -188,7 +188,6 @@ def test_what_is_no_other_number_of_ranks_is_refused(program, tmp_path, also, ki
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
 def test_a_cluster_on_which_nothing_fits_is_named_and_nothing_is_written(program, tmp_path):
     small = autopar.ClusterSpec.local(1, memory_bytes=1000.0)
     with pytest.raises(InfeasibleError) as caught:

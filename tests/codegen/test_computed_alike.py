@@ -68,7 +68,7 @@ def test_a_convolution_that_ranks_do_alike_is_named_and_the_program_says_so(tmp_
     [
         ("recommender", {"strategy": "dp"}),
         ("recommender", {"mesh": {"tp": 2}}),  # gradients of tables are added in a fixed order
-        ("gpt2", {"strategy": "dp"}),
+        pytest.param("gpt2", {"strategy": "dp"}, marks=pytest.mark.slow),
         ("llama", {"strategy": "megatron"}),
     ],
 )

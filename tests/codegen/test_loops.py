@@ -179,6 +179,7 @@ def test_runs_do_not_overlap_and_hold_what_they_say() -> None:
         assert Run(0, 1, 2).rounds(0) == range(2)
 
 
+@pytest.mark.few(80)
 @pytest.mark.parametrize("seed", range(200))
 def test_random_functions_do_the_same_in_loops(seed: int) -> None:
     """Rounds over carried, constant, skipped and stacked values, with lines left out, swapped and read from elsewhere."""

@@ -273,7 +273,7 @@ def test_batches_are_compared_in_order(device: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("name", "numbers", "steps"),
-    [("bert", 3, 3), ("recommender", 2, 12), pytest.param("bert", 3, 12, marks=pytest.mark.slow)],
+    [("recommender", 2, 12), *(pytest.param("bert", 3, n, marks=pytest.mark.slow) for n in (3, 12))],
 )
 def test_the_host_waits_one_step_late_for_the_loss_the_norm_and_the_guards(name: str, numbers: int, steps: int) -> None:
     """numbers: of a step, those of guards among them where the model has any. Every tenth step looks at parameters and gradients
@@ -286,7 +286,7 @@ def test_the_host_waits_one_step_late_for_the_loss_the_norm_and_the_guards(name:
         assert waits == {step: want for step, want in wanted.items() if step <= steps}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", ["dp", "tp", "zero3", "1f1b", "dp4, bf16, microbatches"])
 @pytest.mark.parametrize("name", ["moe", "lstm", "gru"])
 def test_the_host_waits_for_neither_experts_nor_recurrent_layers(name: str, options: str) -> None:
@@ -310,7 +310,7 @@ def test_what_a_pipeline_asks_for_is_counted_by_step_and_microbatch() -> None:
 # ---- faults that there were
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", ["dp", "1f1b"])
 @pytest.mark.parametrize("zoo", RECURRENT, ids=str)
 def test_recurrent_layers_can_be_differentiated(zoo: ZooModel, options: str) -> None:

@@ -79,6 +79,7 @@ def call_of(rows: int, width: int, causal: bool, order: int, backward: bool) -> 
     return OpCall(f"autopar.attention{'_grad' if backward else ''}", arguments, tuple(read.values()), made)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(("rows", "width"), [(512, 8), (4096, 32)])
 @pytest.mark.parametrize(

@@ -98,6 +98,7 @@ def test_compression_pays_where_links_are_slow_and_costs_where_they_are_fast() -
     assert fast[0] < fast[1] < fast[2]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("strategy", ["dp", "zero1", "zero3"])
 def test_programs_hold_what_was_predicted(name: str, strategy: str) -> None:

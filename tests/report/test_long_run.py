@@ -44,7 +44,7 @@ def test_a_cluster_file_says_how_often_devices_fail(tmp_path: Path):
         ClusterSpec.from_dict({**FILE, "reliability": {"device_mtbf_hours": 5, "spare_node": 1}})
 
 
-@pytest.mark.parametrize("spares", [None, 1])
+@pytest.mark.parametrize("spares", [None, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_report_says_how_often_to_save_and_the_program_does(tmp_path: Path, spares: int | None):
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
     reliability = {**FILE["reliability"], "device_mtbf_hours": 2.0}

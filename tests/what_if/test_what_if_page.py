@@ -85,7 +85,11 @@ def test_what_does_not_fit_is_answered(folder: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("changes", "answer"), [("strategy=fsdp", "This plan beside others"), ("memory_gb=0.0001", "does not fit")]
+    ("changes", "answer"),
+    [
+        pytest.param("strategy=fsdp", "This plan beside others", marks=pytest.mark.slow),
+        ("memory_gb=0.0001", "does not fit"),
+    ],
 )
 def test_the_answer_stands_on_the_page(
     changes: str, answer: str, folder: Path, capsys: pytest.CaptureFixture[str]

@@ -195,6 +195,7 @@ def test_a_mask_of_positions_is_a_flag(index: int) -> None:
     assert given[5] is causal
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("limit", [40, 1 << 20], ids=["intervals", "values"])
 @pytest.mark.parametrize("index", range(len(MASKS)))
 def test_a_mask_that_is_followed_is_the_mask_that_is_computed(index: int, limit: int) -> None:

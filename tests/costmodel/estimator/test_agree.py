@@ -50,7 +50,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("at", range(len(LAYOUTS)))
 def test_layouts_of_every_kind_are_answered_alike(at: int) -> None:
     check([LAYOUTS[at]])

@@ -61,7 +61,7 @@ def solver_bytes(made: autopar.Program, program: Program, plan: StagePlan) -> fl
     return sum(float(m[0]) for key, m in zip(graph.keys, graph.memory, strict=True) if key[0] in ("op", "at"))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @few_models
 @every_model
 @by_policy
@@ -70,7 +70,7 @@ def test_calls_keep_what_a_microbatch_holds(zoo: ZooModel, policy: str) -> None:
         assert sum(held_by_call(stage).values()) == action_bytes(stage)["F"].end
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @few_models
 @every_model
 @by_policy

@@ -21,7 +21,7 @@ WIDE = TransformerShape(2, 4096, 32, 14336, 32768, 4096, kv_heads=8, gated_mlp=T
 MIXTURE = replace(WIDE, hidden=2048, experts=16, topk=4, moe_ffn=1024)
 
 
-@pytest.mark.parametrize("shape", [WIDE, MIXTURE], ids=["dense", "mixture"])
+@pytest.mark.parametrize("shape", [pytest.param(WIDE, marks=pytest.mark.slow), MIXTURE], ids=["dense", "mixture"])
 def test_programs_in_8_bits_are_priced_as_the_estimator_prices_them(shape: TransformerShape) -> None:
     cluster = ClusterSpec.preset("dgx-b200")
     parallel = ParallelConfig(dp=8, ep=8 if shape.experts else 1, zero=1)

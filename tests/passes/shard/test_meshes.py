@@ -42,6 +42,20 @@ def test_an_odd_part_that_has_an_axis_already_gets_no_other_one() -> None:
     assert of(24) == ["dp=24", "dp=3×tp=8", "dp=6×tp=4", "dp=12×tp=2"]
 
 
+def test_in_little_memory_an_odd_part_of_few_ranks_gets_an_axis_of_its_own_too() -> None:
+    """12 ranks in pairs: no dim divides by 12 or 6, and two ranks share too few."""
+    with torch.device("meta"):
+        model, x = Tower(1024, 2), torch.empty(12, 1024)
+    cluster = ClusterSpec.homogeneous(devices=12, device="h100", devices_per_node=2)
+    held = 4 * 4 * 2 * 1024 * 1024  # parameters, gradients and AdamW's state
+    options = Options(pp=1, memory_bytes=0.45 * held, microbatches=1, idle_ranks=False)
+    program = autopar.compile(model, cluster, (x, x), optimizer=ADAMW, options=options)
+    (stage,) = program.plan.stages
+    assert dict(stage.mesh.axes) == {"replica": 3, "dp": 4}
+    assert any("dp" in p.storage.axes for p in stage.parameters.values())
+    assert all("replica" not in p.storage.axes for p in stage.parameters.values())
+
+
 @pytest.mark.slow
 def test_parameters_are_sharded_over_the_power_of_two_of_the_ranks() -> None:
     """6 layers of 4096 x 4096 and their optimizer state are 1.2 GB: no dim divides by 96, and 8 ranks of a node share too

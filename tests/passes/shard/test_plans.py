@@ -111,6 +111,7 @@ def test_depth_costs_no_variables() -> None:
         with torch.device("meta"):
             model = Llama(LlamaShape(layers, 64, 128, 4, 2, 128), 32)
         ids = torch.empty(8, 32, dtype=torch.long, device="meta")
-        program = autopar.compile(model, ClusterSpec.local(4), (ids, ids), optimizer=ADAMW)
+        options = autopar.Options(pp=1, microbatches=1)
+        program = autopar.compile(model, ClusterSpec.local(4), (ids, ids), optimizer=ADAMW, options=options)
         sizes.add((program.solver.nodes_before, program.solver.variables_before))
     assert len(sizes) == 1

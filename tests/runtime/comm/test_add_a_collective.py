@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar import ClusterSpec
+from autopar.cluster.spec import ClusterSpec
 from autopar.costmodel.collective import COSTS, CollectiveCost, collective_time_s
 from autopar.runtime.comm.calls import Call, Handle
 from autopar.runtime.comm.collectives import COLLECTIVES, Collective

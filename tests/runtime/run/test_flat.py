@@ -18,7 +18,7 @@ from tests.runtime.run.test_launch import emitted  # noqa: F401
 from tests.runtime.scenarios import session_of
 from tests.warm import torchrun
 
-QUICK, LONG = 240, 10_000
+FEW, QUICK, LONG = 120, 240, 10_000
 MARKS = (pytest.param(QUICK), pytest.param(LONG, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]))
 MOST_BYTES = 24 << 20
 """The most bytes that memory may grow by between the first fifth of a run and its end: of 8,000 steps, 3 KB each."""
@@ -100,6 +100,27 @@ def test_eight_ranks_as_threads(steps, tmp_path, nothing_kept):
     assert files[0] <= 4
     assert threading.active_count() == before
     flat(*measured, steps)
+
+
+def test_a_step_leaves_nothing(nothing_kept):
+    """Less than one object in two steps of two ranks. What is kept of the last steps is full by the middle."""
+    program, known, measured = stages.mlp(2, 1, 1), stages.batches(8), []
+
+    def body(comm):
+        session = session_of(program, comm)
+        session.load_weights(stages.weights())
+        for step in range(FEW):
+            session.train_step(known[step % 8])
+            if step in (FEW // 2, FEW - 1):
+                comm.barrier()
+                if comm.rank == 0:
+                    measured.append(taken())  # noqa: F821
+                comm.barrier()
+
+    run_threads(2, program.mesh, body)
+    first, last = measured
+    flat(first, last, FEW)
+    assert last["objects"] - first["objects"] < FEW // 4, (first, last)
 
 
 @pytest.mark.slow

@@ -130,7 +130,7 @@ def test_played_steps_are_those_of_the_text(zoo: ZooModel) -> None:
 
 
 @pytest.mark.filterwarnings("error::autopar.runtime.step.cuda_graphs.CudaGraphWarning")
-@pytest.mark.parametrize("options", [{"microbatches": 4, "recompute": "full"}, {"precision": "bf16"}], ids=str)
+@pytest.mark.parametrize("options", [{"microbatches": 4, "recompute": "full", "precision": "bf16"}], ids=str)
 def test_microbatches_what_runs_again_and_casts_are_captured(options: dict[str, Any]) -> None:
     assert_the_same(of_zoo(BY_NAME["llama"], **options), [BY_NAME["llama"].batch(seed) for seed in range(STEPS)])
 

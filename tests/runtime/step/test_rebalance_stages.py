@@ -69,7 +69,9 @@ def uneven(units: int, places: int, most: int) -> list[int]:
     "options",
     [
         pytest.param({"ranks": 6, "pp": 2, "schedule": "1f1b", "strategy": "zero1"}, marks=pytest.mark.slow),
-        {"ranks": 4, "pp": 2, "schedule": "zb-h1", "strategy": "dp", "tied": True},
+        pytest.param(
+            {"ranks": 4, "pp": 2, "schedule": "zb-h1", "strategy": "dp", "tied": True}, marks=pytest.mark.slow
+        ),
         pytest.param(
             {"ranks": 4, "pp": 2, "schedule": "zb-auto", "strategy": "zero3", "microbatches": 4}, marks=pytest.mark.slow
         ),
