@@ -90,7 +90,7 @@ ROOMS = {
     """,
     "capture": """
         before examples
-        source_lines explain dead_code
+        source_lines explain dead_code direct_shapes
         while_traced
         exported
         known

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autopar.capture.direct_shapes import DirectShapes
 from autopar.capture.examples.inputs import batch_dim
-from autopar.capture.export.direct_shapes import DirectShapes
 from autopar.capture.export.fake import fake_mode
-from autopar.capture.export.faster_export import lean
+from autopar.capture.export.faster_export import lean, of_functions
 from autopar.capture.export.step import export_step
 from autopar.capture.exported import Captured, Exported, Gives
 from autopar.capture.graph.channels_last import keep_channels_last
@@ -70,7 +70,7 @@ def capture_program(
         if precision is not None:
             lower_precision(exported, PRECISIONS[precision], mode)
         join_head_losses(exported, _reach_loss(exported.graph.output_node(), exported), mode)
-        with mode:
+        with mode, of_functions():
             builder = _Builder(exported, model)
             builder.run(mode, starts)
         return Captured(builder.program(batch_dims, guards, conditions), exported)

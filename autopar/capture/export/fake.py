@@ -19,7 +19,7 @@ from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autopar.capture.export.direct_shapes import DirectShapes
+from autopar.capture.direct_shapes import DirectShapes
 from autopar.ops.dialect import SHAPES
 
 

@@ -3,11 +3,16 @@
 Every pass of `torch.export` prints its graph as Python and compiles the text, whose forward nobody calls; the garbage
 collector walks over nodes and fake tensors that all live as long as the trace; every node gets the whole Python stack, of which
 all frames but those of methods `forward` are then dropped, and beside its value a description of it; and every attribute of a
-tensor that the tracer reads itself passes the function modes which are there for the user's code.
+tensor that the tracer reads itself passes the function modes which are there for the user's code. Where a step is made
+functional, all ops are listed once per namespace of ops.
+
+A trace by `make_fx` puts methods of its own into `nn.Module`, which for it do nothing but take milliseconds each time: Python
+then forgets what it knew of every class of modules.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import traceback
@@ -18,7 +23,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.fx import proxy
+from torch import nn
+from torch._export import utils as export_utils
+from torch.fx import _symbolic_trace, proxy
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 
@@ -34,10 +41,29 @@ def lean() -> Iterator[None]:
             patches.enter_context(mock.patch.object(proxy, "CapturedTraceback", _Stack))
             patches.enter_context(mock.patch.object(proxy_tensor, "_extract_tensor_metadata", _not_described))
             patches.enter_context(mock.patch.object(proxy_tensor, "track_tensor_tree", _track_tensor_tree))
+            once = functools.cache(export_utils._materialize_cpp_cia_ops)
+            patches.enter_context(mock.patch.object(export_utils, "_materialize_cpp_cia_ops", once))
             yield
     finally:
         if collects:
             gc.enable()
+
+
+@contextmanager
+def of_functions() -> Iterator[None]:
+    """Within the context `make_fx` leaves the methods of `nn.Module` as they are. A trace that notes modules, such as export's,
+    may not be made in it."""
+    with mock.patch.object(_symbolic_trace._Patcher, "patch_method", _patch_other_methods):
+        yield
+
+
+_PATCH_METHOD = _symbolic_trace._Patcher.patch_method
+
+
+def _patch_other_methods(patcher: Any, cls: type, *rest: Any, **options: Any) -> None:
+    """torch's `patch_method`, but for modules."""
+    if cls is not nn.Module:
+        _PATCH_METHOD(patcher, cls, *rest, **options)
 
 
 def _not_described(value: object) -> None:

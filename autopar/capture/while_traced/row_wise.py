@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from autopar.capture.direct_shapes import DirectShapes
 from autopar.capture.explain import first_line, quiet
 from autopar.ir.call import OpCall, Operand
 from autopar.ir.mesh import Mesh
@@ -99,10 +99,10 @@ def _found(func: Any, types: Sequence[Any], spec: TreeSpec, rows: Mapping[int, R
         return out
 
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad(), quiet():
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mode = DirectShapes(allow_non_fake_inputs=True)
         try:
             with mode:
-                fakes = [torch.empty(types[i].shape, dtype=types[i].dtype) for i in places]
+                fakes = [mode.empty(types[i].shape, types[i].dtype) for i in places]
                 captured = make_fx(run, pre_dispatch=True, _error_on_data_dependent_ops=True)(*fakes)
                 lifted = make_fx(_Lifted(captured).run, _error_on_data_dependent_ops=True)(*fakes)
             memory = [[node.meta["val"].untyped_storage()._cdata for node in nodes] for nodes in _ends(captured.graph)]

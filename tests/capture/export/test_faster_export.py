@@ -9,8 +9,10 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._export import utils as export_utils
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar.capture.export.faster_export import lean
+from autopar.capture.export.faster_export import lean, of_functions
 from autopar.capture.export.functional import functional, traced_step
 
 
@@ -67,3 +69,28 @@ def test_the_garbage_collector_is_afterwards_what_it_was(collects: bool) -> None
         assert gc.isenabled() is collects
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_a_trace_of_functions_is_the_same_and_leaves_modules_alone() -> None:
+    layer, calls = nn.Linear(4, 4), []
+
+    def run(x: Tensor) -> Tensor:
+        calls.append(nn.Module.__call__)
+        return layer(x).relu()
+
+    own_call, x = nn.Module.__call__, torch.ones(2, 4)
+    of_torch = make_fx(run)(x)
+    with of_functions():
+        own = make_fx(run)(x)
+    assert calls[0] is not own_call
+    assert calls[1] is own_call
+    assert own.code == of_torch.code
+    assert nn.Module.__call__ is own_call
+
+
+def test_ops_are_asked_for_once_where_a_step_is_made_functional(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, of_torch = [], export_utils._materialize_cpp_cia_ops
+    monkeypatch.setattr(export_utils, "_materialize_cpp_cia_ops", lambda: asked.append(of_torch()))
+    with lean():
+        torch.export.export(Scaled(), (torch.ones(2, 4),), strict=False).run_decompositions({})
+    assert asked == [None]

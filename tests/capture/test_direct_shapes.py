@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autopar.capture.build import capture_program
-from autopar.capture.export.direct_shapes import BY_META_KERNEL, POINTWISE, DirectShapes
+from autopar.capture.direct_shapes import BY_META_KERNEL, POINTWISE, DirectShapes
 from autopar.capture.export.fake import fake_mode
 from tests.capture.same_programs import described
 from tests.zoo.models import MODELS, ZooModel
