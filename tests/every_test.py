@@ -53,6 +53,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()
+
+
 def _beyond_few(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """The parameter sets of tests marked `few(n)` beyond n, n being spread over them evenly."""
     sets: dict[tuple[Path, str], list[pytest.Item]] = {}

@@ -24,7 +24,7 @@ from autopar.runtime.checkpoint import checkpoint
 from autopar.runtime.comm.mesh import Shares, box_of, interval, sizes_of, told_sizes
 from autopar.runtime.comm.threads import run_threads
 from tests.gpu.simulated import simulated
-from tests.runs_worker import ADAMW, compiled, options_of
+from tests.runs_worker import ADAMW, batch, compiled, full_state, options_of
 from tests.test_runs import equal_bits, equal_to_eager, on_threads, worked
 from tests.zoo.models import MODELS, ZooModel
 from tests.zoo.transformers import Gpt2
@@ -277,13 +277,27 @@ def test_dropout_draws_what_one_device_draws() -> None:
         torch.testing.assert_close(torch.tensor(one), torch.tensor(losses[0]), rtol=1e-5, atol=1e-6)
 
 
+def test_state_that_is_saved_in_unequal_blocks_is_read_in_others(tmp_path: Path) -> None:
+    program = compiled(3, **options_of("megatron-tp", 3))
+    assert all(stage.mesh.uneven for stage in program.plan.stages)
+
+    def save(session: Any) -> dict[str, torch.Tensor]:
+        session.train_step(program.leaves(batch()))
+        checkpoint.save(tmp_path, session)
+        return full_state(session)
+
+    full = program.on_ranks(save)[0]
+    for ranks, strategy in ((2, "megatron-tp"), (2, "zero3")):
+        assert equal_bits(on_threads(compiled(ranks, **options_of(strategy, ranks)), tmp_path), full)
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The state that three processes leave which hold unequal blocks of weights."""
     return worked(3, "megatron-tp", "new", tmp_path_factory.mktemp("saved"))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "dp"), (2, "zero3"), (7, "zero1"), (4, "megatron-tp")])
 def test_threads_read_the_bits_of_unequal_blocks(saved: Path, ranks: int, strategy: str) -> None:
     full = torch.load(saved / "full.pt")
@@ -291,6 +305,7 @@ def test_threads_read_the_bits_of_unequal_blocks(saved: Path, ranks: int, strate
     assert equal_bits(on_threads(program, saved / "ours"), full)
 
 
+@pytest.mark.slow
 def test_what_torch_alone_writes_of_unequal_blocks_is_the_same(saved: Path) -> None:
     full, stored = torch.load(saved / "full.pt"), checkpoint.TensorSource(saved / "torchs")
     assert all(torch.equal(stored.read(name), value) for name, value in full.items() if value.dim())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from torch import nn
 
 import autopar
 from autopar.codegen.travelling import runtime_files
+from tests.warm import python
 from tests.zoo.models import ADAMW, BY_NAME
 
 RUNTIME = Path(autopar.runtime.__file__).parent
@@ -82,6 +82,6 @@ def test_every_module_of_a_saved_program_can_be_imported_alone(tmp_path: Path) -
         for p in tmp_path.rglob("autopar_runtime/**/*.py")
     )
     text = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name.removesuffix('.__init__'))"
-    done = subprocess.run([sys.executable, "-c", text, *names], cwd=tmp_path / "out", capture_output=True, text=True)
+    done = subprocess.run([python(), "-c", text, *names], cwd=tmp_path / "out", capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "autopar_runtime.kernels.attention.attention" in names

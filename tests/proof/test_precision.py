@@ -242,7 +242,7 @@ def test_a_transformer_holds_what_was_predicted(plan: str, microbatches: int) ->
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("name", ["resnet", "moe", "recommender", "t5"])
+@pytest.mark.parametrize("name", ["recommender", "moe", "resnet", "t5"])
 def test_small_networks_hold_what_was_predicted(name: str, precision: str) -> None:
     assert_kept(compiled(BY_NAME[name], "zero3", precision=precision), BY_NAME[name].batch(1))
 
