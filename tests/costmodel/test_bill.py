@@ -201,7 +201,7 @@ STEPS: Mapping[str, tuple[TransformerShape, StepPlan, int, Software, float]] = {
         StepPlan(ParallelConfig(dp=2, tp=4, pp=4, vpp=2, zero=1), 1, "full"),
         64,
         Software(),
-        2.532193628596511,
+        2.456069018815664,
     ),
     "zero bubble": (
         GPT,
