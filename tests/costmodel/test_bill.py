@@ -208,7 +208,7 @@ STEPS: Mapping[str, tuple[TransformerShape, StepPlan, int, Software, float]] = {
         StepPlan(ParallelConfig(dp=4, pp=8), 2, "selective", "zb-h1"),
         128,
         Software(),
-        3.8858469906581643,
+        3.9384384406030244,
     ),
     "experts": (
         EXPERTS,
