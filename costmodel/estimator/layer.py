@@ -169,7 +169,8 @@ def attention_matmuls(w: Workload, cost: Seconds) -> None:
 
 def attention_core(w: Workload) -> tuple[float, float]:
     """Seconds of softmax(QK)V, forward and backward. Kernels skip the upper triangle, but not what a window hides. Scores
-    that are written are passed over in 16 bits by a softmax with its mask (4 bytes forward, 6 backward) and by dropout (5 each way)."""
+    that are written are passed over in 16 bits by a softmax with its mask (4 bytes forward, 6 backward) and by dropout (5 each
+    way)."""
     m, t, T, device = w.model, w.parts.heads, w.tokens, w.device
     if m.attention == "materialised":
         products = (

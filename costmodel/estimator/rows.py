@@ -5,8 +5,9 @@ unknown ZeRO level is 2 within one node (Alpa's own choice), else 1; attention i
 is an fp16 GPT run or a V100 (recipes and devices from before flash attention), else flash; kernels are "fused" when
 compiled (torch.compile, XLA), of a GPT without PyTorch FSDP (Megatron-LM has its own for norms, softmax, biases with what follows
 them), or on Hopper and later without PyTorch FSDP (Transformer Engine), else "eager"; attention is torch's with torch.compile,
-and adds a bias where the row says so. Checkpoints of PyTorch FSDP and XLA make no product again that backward does not read, Megatron's make the whole layer. Without sequence parallelism Megatron's backward sends sums behind the
-products of weights' gradients, but for its fork in DeepSpeed, of 2021. Gradients take 4 bytes; 2 with DeepSpeed in fp16 and with
+and adds a bias where the row says so. Checkpoints of PyTorch FSDP and XLA make no product again that backward does not read,
+Megatron's make the whole layer. Without sequence parallelism Megatron's backward sends sums behind the products of weights'
+gradients, but for its fork in DeepSpeed, of 2021. Gradients take 4 bytes; 2 with DeepSpeed in fp16 and with
 Alpa, 6 with DeepSpeed in bf16 (a second fp32 copy). They travel in 2, with FSDP's DEFAULT mixed precision in 4. Parameters travel
 in 1 byte where products are in 8 bits (Megatron Bridge's `fp8_param_gather`, which its FP8 recipes and NeMo's set; torchtitan's
 float8 all-gather), with FSDP's mixed precision in 2.
