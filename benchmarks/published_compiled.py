@@ -35,8 +35,8 @@ from benchmarks.published_rows import Row, measured_step_s
 PRECISIONS = {"float32": "", "float16": "fp16"} | dict.fromkeys(("bfloat16", *LOW_PRECISIONS), "bf16")
 """The precision that a row's model is compiled in; products in fewer bits are priced so, and no program has any."""
 TABLES = {"": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-"""What frameworks keep the tables of positions in, by the precision that a row's model is compiled in."""
-SCHEDULES = {"zb-1p": "zb-h1", "zb-2p": "zb-auto"}
+"""The dtype in which frameworks have tables of positions, by the precision that a row's model is compiled in."""
+SCHEDULES = {"zb-1p": "zb-h1", "zb-2p": "zb-h2"}
 """The schedules nearest to those that the zero-bubble paper searched for in the memory of 1F1B, and in twice as much."""
 
 
@@ -109,7 +109,10 @@ def compile_row(row: Row, measured_s: float) -> Compiled:
     w = row_workload(row)
     began = time.process_time()
     with torch.device("meta"):
-        model, ids = Transformer(w.model, TABLES[PRECISIONS[w.precision]]), torch.zeros(w.batch, w.model.seq_len, dtype=torch.long)
+        model, ids = (
+            Transformer(w.model, TABLES[PRECISIONS[w.precision]]),
+            torch.zeros(w.batch, w.model.seq_len, dtype=torch.long),
+        )
     optimizer = functools.partial(torch.optim.AdamW, lr=1e-4)
     program = autopar.compile(model, w.cluster, (ids, ids), optimizer=optimizer, options=forced_options(w))
     return Compiled(

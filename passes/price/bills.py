@@ -17,7 +17,7 @@ from autopar.ir.program import Template
 from autopar.ir.resting import busiest_rank
 from autopar.ir.setting import Setting
 from autopar.ops.registry import find
-from autopar.passes.price.frameworks import as_run, framework_traffic
+from autopar.passes.price.frameworks import as_run, conversions, framework_traffic, made_whole
 from autopar.passes.price.fusion import fused_bytes
 from autopar.passes.price.lines import (
     GATHER,
@@ -46,10 +46,12 @@ def template_bill(
     """One call's forward, backward and weights on a block, made once for all stages that share them."""
 
     def make() -> CallBill:
-        functions = (lowered.forward, lowered.backward, lowered.weights)
-        forward = lowered.forward
+        forward, backward = lowered.forward, lowered.backward
         beside = side_by_side(forward, {} if forward is None else forward.local_bytes(pricer.mesh), pricer)
-        F, B, W = (_function_work(function, plan, template, pricer, rules, beside) for function in functions)
+        if beside is not None and not pricer.software.recompute_stops:
+            backward = made_whole(forward, backward, plan.recompute)
+        functions = ((forward, None), (backward, forward), (lowered.weights, None))
+        F, B, W = (_function_work(one, before, plan, template, pricer, rules, beside) for one, before in functions)
         return CallBill(F, B, W, _host_s(pricer, F, B, W))
 
     return pricer.memo.get((template_bill, lowered, pricer), make)
@@ -68,14 +70,15 @@ def _host_s(pricer: Pricer, *works: Work) -> float:
 
 def _function_work(
     function: Function | None,
+    forward: Function | None,
     plan: TemplatePlan,
     template: Template,
     pricer: Pricer,
     rules: RuleBook,
     beside: SideBySide | None,
 ) -> Work:
-    """The ops of a template's function on their blocks, and its conversions. beside: products that are parts of wider ones, where
-    a framework runs it."""
+    """The ops of a template's function on their blocks, and its conversions. forward: of a backward, what it is of. beside:
+    products that are parts of wider ones, where a framework runs it."""
     if function is None:
         return NOTHING
     held = function.local_bytes(pricer.mesh)
@@ -90,6 +93,8 @@ def _function_work(
         match begun:
             case Convert():
                 computed_s += conversion_copied_s(begun, held, pricer)
+                if beside is not None and line is begun:
+                    continue  # its message is one of `conversions`
             case Join():
                 apart_s += joined_s(begun, held, pricer)
             case Compute(node=node) if node in template.op_calls:
@@ -108,6 +113,8 @@ def _function_work(
                         clock.send(message.purpose, message.seconds(pricer))
                     continue
         run_line(clock, line, held, pricer, op_s)
+    for purpose, seconds in conversions(function, forward, pricer) if beside is not None else ():
+        clock.send(purpose, seconds)
     fused_s = pricer.copy_s * fused_bytes(
         function, held, lambda line: None if run.is_inside(line) else passes_over_memory(line), run.lines
     )

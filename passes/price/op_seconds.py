@@ -121,8 +121,10 @@ class OpSeconds:
         tile = 0.0
         if kind in compute.ATTENTION and shape:
             tile = causal_tile(device, shape[0], eager=software.eager_attention, backward=kind != "attention")
-        imbalance, drawing = (facts.imbalance(call, parts, t) if facts.imbalance else 1.0 for t in (tile, 0.0))
-        merged = facts.merged(call, parts, device.runs_as) if facts.merged else None
+        balances = kind in compute.ATTENTION and not software.is_emitted  # zigzag order, merged inside the kernel
+        cut = dict.fromkeys(parts, 1) if balances else parts
+        imbalance, drawing = (facts.imbalance(call, cut, t) if facts.imbalance else 1.0 for t in (tile, 0.0))
+        merged = facts.merged(call, cut, device.runs_as) if facts.merged else None
         merging_s = compute.merging_time_s(device, call.op, **vars(merged)) if merged is not None else 0.0
         drawn = facts.drawn(call, device.runs_as) if facts.drawn else None
         drawn_s = 0.0 if drawn is None else compute.drawing_time_s(device, drawn.instructions * drawing / share)
