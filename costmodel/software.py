@@ -22,6 +22,8 @@ of one with weights is, the other (Megatron-LM's `async_tensor_model_parallel_al
 gathered again)."""
 CAST_BYTES = 4
 """Bytes of a pass that casts an element to 8 or 4 bits."""
+LOGIT_BYTES = 12
+"""Bytes of a framework's passes over a logit, in 32 bits, each way."""
 LAYER_LAUNCHES = 67
 """Kernels of forward and backward of a Llama layer whose ops are launched one by one (26 and 41)."""
 LAUNCH_HOST = 1.58

@@ -23,7 +23,7 @@ from autopar.costmodel.collective import dispatch_time_s, strided_shape, strided
 from autopar.costmodel.compute import aligned_share, matmul_time_s
 from autopar.costmodel.estimator.workload import Workload
 from autopar.costmodel.flash import attention_share, causal_tile
-from autopar.costmodel.software import BEHIND_PRODUCTS, CAST_BYTES, LOW_PRECISIONS, TORCH_RING_BYTES
+from autopar.costmodel.software import BEHIND_PRODUCTS, CAST_BYTES, LOGIT_BYTES, LOW_PRECISIONS, TORCH_RING_BYTES
 
 
 @dataclass
@@ -289,11 +289,11 @@ WAITED, TP_BEHIND = Purpose("tp"), Purpose("tp", BEHIND_PRODUCTS)
 
 
 def head_bill(w: Workload) -> CallBill:
-    """Final norm, logits and loss: products in 16 bits, the softmax in fp32 (about 12 bytes a logit each way)."""
+    """Final norm, logits and loss: products in 16 bits, the softmax in fp32 (`LOGIT_BYTES`)."""
     m, p = w.model, w.parallel
     cost = Seconds()
     product(w, cost, (w.tokens, m.vocab / w.parts.vocabulary, m.hidden), precision=w.wide)
-    passes = 12 * w.tokens * m.vocab / w.parts.vocabulary / w.memory_Bps
+    passes = LOGIT_BYTES * w.tokens * m.vocab / w.parts.vocabulary / w.memory_Bps
     messages_F: Messages = {}
     messages_B: Messages = {}
     if p.tp > 1:

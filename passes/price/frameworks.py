@@ -32,6 +32,8 @@ from autopar.passes.price.side_by_side import OF_INPUT, OF_WEIGHT, PRODUCT, Side
 
 _Sent = tuple[str, tuple[str, ...], float]
 """The kind of a message, the axes along which it is one, and its bytes on a framework's wire."""
+OF_LOSS = "autopar.times"
+"""Gradients that a loss and its head made in forward, in backward: a framework makes them there."""
 SUMS = ("reduce_scatter", "all_reduce")
 PRODUCTS = (PRODUCT, OF_INPUT, OF_WEIGHT)
 
@@ -72,7 +74,7 @@ def _at_once(lines: tuple[Line, ...], beside: SideBySide) -> tuple[Line, ...]:
 
 def _inside(function: Function, beside: SideBySide) -> frozenset[str]:
     """Results of sums that products do as they read and write: of a product and a vector, of a product's gradients over its rows,
-    and of gradients of one input."""
+    and of gradients of one input; and gradients that came with a loss, times its own."""
     made = {out: line for line in function.lines for out in line.outs}
     gradients = {next(line.reads()) for line in function.lines if _is(line, OF_INPUT, OF_WEIGHT)}
     rank = {name: 0 if type_ is None else len(type_.shape) for name, type_ in function.types.items()}
@@ -82,6 +84,9 @@ def _inside(function: Function, beside: SideBySide) -> frozenset[str]:
         if _is(line, OF_INPUT):
             parts[line.outs[0]] = beside.source(line)
         if not isinstance(line, Compute) or line.op in PRODUCTS:
+            continue
+        if line.op == OF_LOSS:
+            inside |= {*line.outs}
             continue
         out, reads, definition = line.outs[0], [*line.reads()], find(line.op)
         if len(reads) == 2 and definition is not None and definition.carries:
