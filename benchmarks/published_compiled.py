@@ -11,13 +11,14 @@ import functools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from typing import Any
 
 import numpy as np
 import torch
 
 import autopar
+from autopar.costmodel.estimator.pipeline_time import chunk_layers
 from autopar.costmodel.estimator.rows import row_workload
 from autopar.costmodel.estimator.schedules import schedule_name
 from autopar.costmodel.estimator.step import estimate_workload
@@ -25,7 +26,7 @@ from autopar.costmodel.estimator.workload import Workload, not_emitted
 from autopar.costmodel.software import LOW_PRECISIONS, Software
 from autopar.errors import AutoparError
 from autopar.exchange.layout import Layout
-from autopar.exchange.to_options import differences, options_of
+from autopar.exchange.to_options import CUT, UNREAD, differences, options_of
 from autopar.passes.account.program import account
 from autopar.passes.price.pricer import Pricers
 from benchmarks.published_models import Transformer
@@ -34,7 +35,9 @@ from benchmarks.published_rows import Row, measured_step_s
 
 PRECISIONS = {"float32": "", "float16": "fp16"} | dict.fromkeys(("bfloat16", *LOW_PRECISIONS), "bf16")
 """The precision that a row's model is compiled in; products in fewer bits are priced so, and no program has any."""
-SCHEDULES = {"zb-1p": "zb-h1", "zb-2p": "zb-auto"}
+TABLES = {"": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+"""The dtype in which frameworks have tables of positions, by the precision that a row's model is compiled in."""
+SCHEDULES = {"zb-1p": "zb-h1", "zb-2p": "zb-h2"}
 """The schedules nearest to those that the zero-bubble paper searched for in the memory of 1F1B, and in twice as much."""
 
 
@@ -72,9 +75,12 @@ def approximated(w: Workload) -> list[str]:
     of_rows = {
         "experts apart over ranks with batches of their own, whole over those that share one": p.ep > 1 and p.cp > 1,
         "attention over a window without sinks": bool(w.model.window),
+        "recomputation of attention and of what is pointwise": w.plan.recompute == "selective",
         f"schedule {schedule} as {SCHEDULES.get(schedule)}": p.pp > 1 and schedule in SCHEDULES,
     }
-    return [*(difference for difference, holds in of_rows.items() if holds), *differences(layout_of(w))]
+    said = {UNREAD, CUT if stage_boundaries(w) else ""}  # the price makes again what the row's framework does
+    near = (difference for difference in differences(layout_of(w)) if difference not in said)
+    return [*(difference for difference, holds in of_rows.items() if holds), *near]
 
 
 def layout_of(w: Workload) -> Layout:
@@ -99,7 +105,17 @@ def layout_of(w: Workload) -> Layout:
 def forced_options(w: Workload) -> autopar.Options:
     """The options that leave a row's plan alone; what a framework overlaps its software says."""
     own = autopar.Options(expert_imbalance=1.0, overlap=False)
-    return options_of(layout_of(w), own, microbatches=w.microbatches)
+    return options_of(layout_of(w), own, microbatches=w.microbatches, stage_boundaries=stage_boundaries(w))
+
+
+def stage_boundaries(w: Workload) -> list[str] | None:
+    """The blocks at which the stages of a row's pipeline start, as the estimator lays them out; None where there are none, or
+    several in a group, which no option says."""
+    p = w.parallel
+    if p.pp == 1 or p.V > 1:
+        return None
+    layers = chunk_layers(w.model.layers, p.pp, 1, w.model.mtp_layers)
+    return [f"blocks.{first}" for first in accumulate(count for (count,) in layers[:-1])]
 
 
 def compile_row(row: Row, measured_s: float) -> Compiled:
@@ -107,7 +123,10 @@ def compile_row(row: Row, measured_s: float) -> Compiled:
     w = row_workload(row)
     began = time.process_time()
     with torch.device("meta"):
-        model, ids = Transformer(w.model), torch.zeros(w.batch, w.model.seq_len, dtype=torch.long)
+        model, ids = (
+            Transformer(w.model, TABLES[PRECISIONS[w.precision]]),
+            torch.zeros(w.batch, w.model.seq_len, dtype=torch.long),
+        )
     optimizer = functools.partial(torch.optim.AdamW, lr=1e-4)
     program = autopar.compile(model, w.cluster, (ids, ids), optimizer=optimizer, options=forced_options(w))
     return Compiled(

@@ -154,9 +154,9 @@ class Block(nn.Module):
 
 class Transformer(nn.Module):
     """Returns the next-token loss of ids: (batch, seq) against labels: (batch, seq). Gated models turn queries and keys by
-    their position, the others look positions up."""
+    their position, with tables in a dtype, the others look positions up."""
 
-    def __init__(self, shape: TransformerShape) -> None:
+    def __init__(self, shape: TransformerShape, tables: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.tokens = nn.Embedding(shape.vocab, shape.hidden)
         self.positions = None if shape.gated_mlp else nn.Embedding(shape.seq_len, shape.hidden)
@@ -169,8 +169,8 @@ class Transformer(nn.Module):
         if shape.tied_embeddings:
             self.head.weight = self.tokens.weight
         cos, sin = rotary_tables(shape.seq_len, shape.mla[3] if shape.mla else shape.hd)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        self.register_buffer("cos", cos.to(tables), persistent=False)
+        self.register_buffer("sin", sin.to(tables), persistent=False)
         seen = torch.ones(shape.seq_len, shape.seq_len, dtype=torch.bool).tril() if shape.window else None
         window = None if seen is None else seen.triu(1 - shape.window)
         self.register_buffer("window", window, persistent=False)

@@ -17,10 +17,13 @@ from autopar.cluster.device import DeviceSpec, curve_named, dtype_name, load_dat
 LOW_PRECISIONS = ("float8", "mxfp8", "float4")
 """Precisions below 16 bits, in which a layer's products of weights are; mxfp8 has float8's arithmetic."""
 BEHIND_PRODUCTS = "behind products"
-"""The cover of a message of sequence parallelism also where a software overlaps no others: of the two products that the
-backward of one with weights is, the other (Megatron-LM, and Korthikanti et al. for what is gathered again)."""
+"""The cover of a message of tensor parallelism also where a software overlaps no others: of the two products that the backward
+of one with weights is, the other (Megatron-LM's `async_tensor_model_parallel_allreduce`, and Korthikanti et al. for what is
+gathered again)."""
 CAST_BYTES = 4
 """Bytes of a pass that casts an element to 8 or 4 bits."""
+LOGIT_BYTES = 12
+"""Bytes of a framework's passes over a logit, in 32 bits, each way."""
 LAYER_LAUNCHES = 67
 """Kernels of forward and backward of a Llama layer whose ops are launched one by one (26 and 41)."""
 LAUNCH_HOST = 1.58
@@ -109,7 +112,8 @@ class Software:
     frameworks products add them to where they are sent from.
     recompute_stops: whether a layer that is made again is left where all that backward reads is there, so that its last product
     is not made (torch's checkpoints from 2.1 on, XLA, emitted programs), or made whole (Megatron's).
-    regathers: whether rows of a sequence are gathered again for the gradients of weights (Megatron's), or kept as gathered.
+    regathers: whether backward sends behind the products of weights' gradients, for which rows of a sequence are gathered again
+    (Megatron-LM's since 2022), or keeps what was gathered and waits for what it sends.
     """
 
     precision: str = "bfloat16"

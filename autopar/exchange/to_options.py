@@ -11,6 +11,8 @@ from autopar.options import Options
 
 ANY_MEMORY_BYTES = 1e15
 """A limit that no plan meets: a layout is priced whether it fits or not."""
+UNREAD = "recomputation without products whose results backward does not read"
+CUT = "stages of the pipeline cut where it is fastest"
 
 
 def options_of(layout: Layout, options: Options | None = None, **others: Any) -> Options:
@@ -50,9 +52,9 @@ def differences(layout: Layout) -> tuple[str, ...]:
     """The points in which the plan that these options give is only near the layout."""
     near = {
         "tensor parallelism with the sequence cut between products": layout.tp > 1 and not layout.sequence_parallel,
-        "recomputation without products whose results backward does not read": layout.recompute == "full",
+        UNREAD: layout.recompute == "full",
         "ZeRO over all ranks of dp, and not over groups of them": layout.zero > 0 and layout.replicas > 1,
-        "stages of the pipeline cut where it is fastest": layout.pp > 1,
+        CUT: layout.pp > 1,
         "every layer recomputed": layout.recompute_layers is not None,
     }
     return tuple(point for point, holds in near.items() if holds)

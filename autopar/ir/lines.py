@@ -393,6 +393,12 @@ class Function:
         """The calls of templates."""
         return tuple(line for line in self.lines if isinstance(line, TemplateCall))
 
+    @property
+    def types(self) -> dict[str, TensorType | None]:
+        """The global type of every value that has one, by name."""
+        types: dict[str, TensorType | None] = {name: type_ for name, (type_, _) in self.arg_types.items()}
+        return types | {name: type_ for line in self.lines for name, type_, _ in line.made()}
+
     def local_bytes(self, mesh: Mesh) -> dict[str, float]:
         """Bytes of every value on one rank, by name; lists of saved values are left out."""
         sizes = {name: value_bytes(type_, spec, mesh) for name, (type_, spec) in self.arg_types.items()}

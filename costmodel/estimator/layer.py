@@ -23,7 +23,7 @@ from autopar.costmodel.collective import dispatch_time_s, strided_shape, strided
 from autopar.costmodel.compute import aligned_share, matmul_time_s
 from autopar.costmodel.estimator.workload import Workload
 from autopar.costmodel.flash import attention_share, causal_tile
-from autopar.costmodel.software import BEHIND_PRODUCTS, CAST_BYTES, LOW_PRECISIONS, TORCH_RING_BYTES
+from autopar.costmodel.software import BEHIND_PRODUCTS, CAST_BYTES, LOGIT_BYTES, LOW_PRECISIONS, TORCH_RING_BYTES
 
 
 @dataclass
@@ -168,14 +168,16 @@ def attention_matmuls(w: Workload, cost: Seconds) -> None:
 
 
 def attention_core(w: Workload) -> tuple[float, float]:
-    """Seconds of softmax(QK)V, forward and backward. Kernels skip the upper triangle, but not what a window hides."""
+    """Seconds of softmax(QK)V, forward and backward. Kernels skip the upper triangle, but not what a window hides. Scores
+    that are written are passed over in 16 bits by a softmax with its mask (4 bytes forward, 6 backward) and by dropout (5 each
+    way)."""
     m, t, T, device = w.model, w.parts.heads, w.tokens, w.device
     if m.attention == "materialised":
         products = (
             matmul_time_s(device, m.seq_len, m.seq_len, m.hd, w.wide) * 2 * w.sequences * m.heads / t / w.parallel.cp
         )
         scores = m.heads / t * T * m.seq_len / w.memory_Bps
-        return products + 9 * scores, 2 * products + 9 * scores
+        return products + 9 * scores, 2 * products + 11 * scores
     keys = m.seq_len if m.window else m.seq_len / 2
     flops = 2 * T * keys * (m.q_width + m.v_width) / t
     dtype = w.software.attention_dtype or w.wide
@@ -265,7 +267,8 @@ def communication(w: Workload, moe: bool) -> tuple[Messages, Messages]:
                 backward[TP] += blocks * one
         else:
             one = strided_time_s(cluster, "all_reduce", activations, 1, p.tp)
-            forward[Purpose("tp")] = backward[Purpose("tp")] = blocks * one
+            forward[WAITED] = blocks * one
+            backward[TP_BEHIND if w.software.regathers else WAITED] = blocks * one
     if p.cp > 1:
         repeats = w.software.repeats_keys
         kv = w.width * w.tokens * (m.q_width + m.v_width if repeats else 2 * m.kv_width) / w.parts.heads * p.cp
@@ -282,15 +285,15 @@ def communication(w: Workload, moe: bool) -> tuple[Messages, Messages]:
 
 
 TP, CP, EP = Purpose("tp", "tp_exposed"), Purpose("cp", "cp_exposed"), Purpose("ep", "ep_exposed")
-TP_BEHIND = Purpose("tp", BEHIND_PRODUCTS)
+WAITED, TP_BEHIND = Purpose("tp"), Purpose("tp", BEHIND_PRODUCTS)
 
 
 def head_bill(w: Workload) -> CallBill:
-    """Final norm, logits and loss: products in 16 bits, the softmax in fp32 (about 12 bytes a logit each way)."""
+    """Final norm, logits and loss: products in 16 bits, the softmax in fp32 (`LOGIT_BYTES`)."""
     m, p = w.model, w.parallel
     cost = Seconds()
     product(w, cost, (w.tokens, m.vocab / w.parts.vocabulary, m.hidden), precision=w.wide)
-    passes = 12 * w.tokens * m.vocab / w.parts.vocabulary / w.memory_Bps
+    passes = LOGIT_BYTES * w.tokens * m.vocab / w.parts.vocabulary / w.memory_Bps
     messages_F: Messages = {}
     messages_B: Messages = {}
     if p.tp > 1:

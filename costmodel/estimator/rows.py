@@ -3,12 +3,14 @@
 Defaults: a null network rate is the device family's usual one; a null microbatch is 1; unknown recompute is none;
 unknown ZeRO level is 2 within one node (Alpa's own choice), else 1; attention is "materialised" when the row says so or
 is an fp16 GPT run or a V100 (recipes and devices from before flash attention), else flash; kernels are "fused" when
-compiled (torch.compile, XLA) or on Hopper and later without PyTorch FSDP (Transformer Engine), else "eager"; attention is torch's
-with torch.compile, and adds a bias where the row says so. Checkpoints of PyTorch FSDP and XLA make no product again that
-backward does not read, Megatron's make the whole layer. Gradients take 4 bytes;
-2 with DeepSpeed in fp16 and with Alpa, 6 with DeepSpeed in bf16 (a second fp32 copy). They travel in 2,
-with FSDP's DEFAULT mixed precision in 4. Parameters travel in 1 byte where products are in 8 bits (Megatron Bridge's
-`fp8_param_gather`, which its FP8 recipes and NeMo's set; torchtitan's float8 all-gather), with FSDP's mixed precision in 2.
+compiled (torch.compile, XLA), of a GPT without PyTorch FSDP (Megatron-LM has its own for norms, softmax, biases with what follows
+them), or on Hopper and later without PyTorch FSDP (Transformer Engine), else "eager"; attention is torch's with torch.compile,
+and adds a bias where the row says so. Checkpoints of PyTorch FSDP and XLA make no product again that backward does not read,
+Megatron's make the whole layer. Without sequence parallelism Megatron's backward sends sums behind the products of weights'
+gradients, but for its fork in DeepSpeed, of 2021. Gradients take 4 bytes; 2 with DeepSpeed in fp16 and with
+Alpa, 6 with DeepSpeed in bf16 (a second fp32 copy). They travel in 2, with FSDP's DEFAULT mixed precision in 4. Parameters travel
+in 1 byte where products are in 8 bits (Megatron Bridge's `fp8_param_gather`, which its FP8 recipes and NeMo's set; torchtitan's
+float8 all-gather), with FSDP's mixed precision in 2.
 Sequence parallelism overlaps its communication from Hopper on, unless the row says otherwise. DeepSpeed
 has 7 GB of buckets; Alpa (V100 rows) reduces after the backward.
 """
@@ -109,9 +111,11 @@ def is_jax(parallel: Mapping[str, Any]) -> bool:
 
 
 def row_kernels(row: Mapping[str, Any]) -> str:
-    """fused for compiled programs and for Hopper and later (Transformer Engine); else, and for PyTorch FSDP, eager."""
+    """fused for compiled programs, for Hopper and later (Transformer Engine) and for Megatron's GPT; else, and for PyTorch FSDP,
+    eager."""
     parallel, gpu = row["parallel"], str(row["hardware"]["gpu"])
-    if parallel.get("torch_compile") or is_jax(parallel) or gpu.startswith("V100"):
+    megatrons = row["model"].get("family") == "gpt" and not parallel.get("fsdp")
+    if parallel.get("torch_compile") or is_jax(parallel) or gpu.startswith("V100") or megatrons:
         return "fused"
     return "eager" if parallel.get("fsdp") or gpu.startswith("A100") else "fused"
 
@@ -212,7 +216,7 @@ def row_software(row: Mapping[str, Any], constants: StepConstants) -> Software:
         reduce_bytes=4.0 if row["parallel"].get("fsdp_mixed_precision") == "DEFAULT" else 2.0,
         copy_bytes=row_copy_bytes(row),
         recompute_stops=recompute_stops(row),
-        regathers=not recompute_stops(row),
+        regathers=not (recompute_stops(row) or deepspeed),
         late_reduction=alpa,
         buffer_bytes=7e9 if deepspeed else 0.0,
         constants=constants,

@@ -17,6 +17,7 @@ from autopar.ir.program import Template
 from autopar.ir.resting import busiest_rank
 from autopar.ir.setting import Setting
 from autopar.ops.registry import find
+from autopar.passes.price.frameworks import as_run, conversions, framework_traffic, made_whole
 from autopar.passes.price.fusion import fused_bytes
 from autopar.passes.price.lines import (
     GATHER,
@@ -45,10 +46,12 @@ def template_bill(
     """One call's forward, backward and weights on a block, made once for all stages that share them."""
 
     def make() -> CallBill:
-        functions = (lowered.forward, lowered.backward, lowered.weights)
-        forward = lowered.forward
+        forward, backward = lowered.forward, lowered.backward
         beside = side_by_side(forward, {} if forward is None else forward.local_bytes(pricer.mesh), pricer)
-        F, B, W = (_function_work(function, plan, template, pricer, rules, beside) for function in functions)
+        if beside is not None and not pricer.software.recompute_stops:
+            backward = made_whole(forward, backward, plan.recompute)
+        functions = ((forward, None), (backward, forward), (lowered.weights, None))
+        F, B, W = (_function_work(one, before, plan, template, pricer, rules, beside) for one, before in functions)
         return CallBill(F, B, W, _host_s(pricer, F, B, W))
 
     return pricer.memo.get((template_bill, lowered, pricer), make)
@@ -67,26 +70,31 @@ def _host_s(pricer: Pricer, *works: Work) -> float:
 
 def _function_work(
     function: Function | None,
+    forward: Function | None,
     plan: TemplatePlan,
     template: Template,
     pricer: Pricer,
     rules: RuleBook,
-    beside: SideBySide,
+    beside: SideBySide | None,
 ) -> Work:
-    """The ops of a template's function on their blocks, and its conversions. beside: products that are parts of wider ones."""
+    """The ops of a template's function on their blocks, and its conversions. forward: of a backward, what it is of. beside:
+    products that are parts of wider ones, where a framework runs it."""
     if function is None:
         return NOTHING
     held = function.local_bytes(pricer.mesh)
-    launch_s = pricer.device.launch_overhead_s
+    launch_s, run = pricer.device.launch_overhead_s, as_run(function, beside)
+    between_s = launch_s if pricer.software.is_emitted else 0.0  # frameworks' are fitted with their passes
     computed_s = apart_s = host_s = 0.0
     launches, cast = 0, set[str]()
     op_s, clock = op_seconds(plan, template, pricer, rules), LinkClock(pricer.least_exposed)
     for line in function.lines:
         begun = line.line if isinstance(line, Start) else line
-        kernel, grouped = passes_over_memory(begun), None
+        kernel, grouped = None if run.is_inside(begun) else passes_over_memory(begun), None
         match begun:
             case Convert():
                 computed_s += conversion_copied_s(begun, held, pricer)
+                if beside is not None and line is begun:
+                    continue  # its message is one of `conversions`
             case Join():
                 apart_s += joined_s(begun, held, pricer)
             case Compute(node=node) if node in template.op_calls:
@@ -96,8 +104,8 @@ def _function_work(
                 host_s += pricer.software.mixture_host_s(grouped.groups) / 2 if grouped is not None else 0.0
                 if kernel is not None:
                     launches += 1
-                    computed_s += 0.0 if kernel else (op_s(begun) - launch_s) * beside.share(begun, held)
-                    apart_s += op_s(begun) if kernel else launch_s
+                    computed_s += 0.0 if kernel else (op_s(begun) - launch_s) * wider(beside, begun, held)
+                    apart_s += between_s + (op_s(begun) - launch_s if kernel else 0.0)
                 computed_s += pricer.copy_s * cast_bytes(begun, held, cast, pricer.software)
                 if grouped is not None and line is begun and pricer.software.keeps_rows:
                     clock.compute(op_s(begun))
@@ -105,8 +113,17 @@ def _function_work(
                         clock.send(message.purpose, message.seconds(pricer))
                     continue
         run_line(clock, line, held, pricer, op_s)
-    fused_s = fused_bytes(function, held, passes_over_memory) * pricer.copy_s
+    for purpose, seconds in conversions(function, forward, pricer) if beside is not None else ():
+        clock.send(purpose, seconds)
+    fused_s = pricer.copy_s * fused_bytes(
+        function, held, lambda line: None if run.is_inside(line) else passes_over_memory(line), run.lines
+    )
     return Work(computed_s, fused_s, apart_s, launches, clock.exposed, clock.hidden_s, host_s)
+
+
+def wider(beside: SideBySide | None, line: Compute, held: Mapping[str, float]) -> float:
+    """The share of a product's seconds that is left where it is a part of a wider one."""
+    return 1.0 if beside is None else beside.share(line, held)
 
 
 def cast_bytes(line: Compute, held: Mapping[str, float], cast: set[str], software: Software) -> float:
@@ -163,9 +180,10 @@ def stage_bill(stage: LoweredStage, calls: Mapping[str, CallBill], pricer: Price
     )
     busiest = busiest_rank(trained, stage.mesh)
     shown = shown_parameters(stage, calls, pricer) if pricer.is_measured and stage.training else None
+    traffic = ParameterTraffic(forward_s, backward_s + weights_s, reduce_s, gather_s, shown, each_reduce_s)
     return StageBill(
         ((CallBill(F, B, W), 1), *_call_bills(stage, calls, pricer)),
-        ParameterTraffic(forward_s, backward_s + weights_s, reduce_s, gather_s, shown, each_reduce_s),
+        traffic if pricer.software.is_emitted else framework_traffic(stage, pricer),
         sum(optimizer_s(p, stage, pricer, setting, busiest) for p in trained),
         stage.microbatches * prologue_s
         + sum(narrow_seconds(p, pricer) for p in stage.parameters.values())

@@ -15,20 +15,26 @@ from autopar.ops.registry import find
 from autopar.passes.price.storages import storage_owners
 
 
-def fused_bytes(function: Function, held: Mapping[str, float], passes: Callable[[Line], bool | None]) -> float:
+def fused_bytes(
+    function: Function,
+    held: Mapping[str, float],
+    passes: Callable[[Line], bool | None],
+    lines: tuple[Line, ...] | None = None,
+) -> float:
     """Bytes read and written by all runs on one rank. held: bytes of every value. passes: whether a line passes over memory,
-    so that it belongs to a run; None where it moves nothing, so that it ends none."""
+    so that it belongs to a run; None where it moves nothing, so that it ends none. lines: the function's in another order."""
+    lines = function.lines if lines is None else lines
     owner = storage_owners(function)
     run_of: list[int | None] = []
     run = 0
-    for line in function.lines:
+    for line in lines:
         belongs = passes(line)
         run += belongs is False
         run_of.append(run if belongs is not False else None)
     made_in: dict[str, int | None] = {}
     reads: dict[tuple[int, str], float] = {}  # bytes of the largest part that a run reads of a storage from outside
     read_elsewhere = {owner.get(name, name) for name in function.returns if name}
-    for line, place in zip(function.lines, run_of, strict=True):
+    for line, place in zip(lines, run_of, strict=True):
         belongs = passes(line)
         for name in line.reads():
             storage = owner.get(name, name)

@@ -14,7 +14,7 @@ import torch
 from autopar.cluster.device import DeviceSpec
 from autopar.costmodel import compute
 from autopar.costmodel.flash import causal_tile
-from autopar.costmodel.software import Software
+from autopar.costmodel.software import LOGIT_BYTES, Software
 from autopar.ir.call import OpCall
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Parts, Rule, Strategy, carried_choices
@@ -121,9 +121,13 @@ class OpSeconds:
         tile = 0.0
         if kind in compute.ATTENTION and shape:
             tile = causal_tile(device, shape[0], eager=software.eager_attention, backward=kind != "attention")
-        imbalance, drawing = (facts.imbalance(call, parts, t) if facts.imbalance else 1.0 for t in (tile, 0.0))
-        merged = facts.merged(call, parts, device.runs_as) if facts.merged else None
+        balances = kind in compute.ATTENTION and not software.is_emitted  # zigzag order, merged inside the kernel
+        cut = dict.fromkeys(parts, 1) if balances else parts
+        imbalance, drawing = (facts.imbalance(call, cut, t) if facts.imbalance else 1.0 for t in (tile, 0.0))
+        merged = facts.merged(call, cut, device.runs_as) if facts.merged else None
         merging_s = compute.merging_time_s(device, call.op, **vars(merged)) if merged is not None else 0.0
+        if facts.inside and shape and not software.is_emitted:  # logits that a framework has, and makes a loss of
+            merging_s = 2 * LOGIT_BYTES * math.prod(shape[-3:-1]) / (device.memory_bandwidth_Bps * device.curve.memory)
         drawn = facts.drawn(call, device.runs_as) if facts.drawn else None
         drawn_s = 0.0 if drawn is None else compute.drawing_time_s(device, drawn.instructions * drawing / share)
         kernel = price(

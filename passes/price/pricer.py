@@ -66,6 +66,10 @@ class Pricer:
         """Seconds of one collective along `axis`; nbytes is the full array (see costmodel.collective)."""
         return gloo_time_s(self.cluster, kind, nbytes, self._groups[axis])
 
+    def collective_along_s(self, kind: str, nbytes: float, axes: Collection[str]) -> float:
+        """Seconds of one collective among the ranks of several axes."""
+        return gloo_time_s(self.cluster, kind, nbytes, self.mesh.group(tuple(a for a in self.mesh.names if a in axes)))
+
     def bucketed_s(self, kind: str, nbytes: float, axis: str, packed: float = 1.0) -> float:
         """Seconds of nbytes inside a larger message: gradients, updated parameters and the loss travel together. packed: bytes
         of the message per byte of its bucket, where it is compressed."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopar.costmodel.compute import half_dim
-from autopar.ir.lines import Compute, Function, Start
+from autopar.ir.lines import Compute, Function, Line, Start
 from autopar.passes.price.pricer import Pricer
 
 PRODUCT, OF_INPUT, OF_WEIGHT = (f"autopar.{name}" for name in ("linear", "linear_dx", "linear_dw"))
@@ -26,22 +26,27 @@ class SideBySide:
     inputs: Mapping[str, str] = field(default_factory=dict)
     half: float = 0.0
 
+    def source(self, line: Line) -> str:
+        """The input that a product, or the product of one of its gradients, has with others; empty for other lines."""
+        if not isinstance(line, Compute):
+            return ""
+        second = (*line.reads(), "", "")[1]
+        return second if line.op == OF_WEIGHT else self.inputs.get(second, "") if line.op in (PRODUCT, OF_INPUT) else ""
+
     def share(self, line: Compute, held: Mapping[str, float]) -> float:
         """The share of a line's seconds that is left where it is a part of all; one where it is alone. held: bytes of values."""
-        first, second = (*line.reads(), "", "")[:2]
-        source = (
-            second if line.op == OF_WEIGHT else self.inputs.get(second, "") if line.op in (PRODUCT, OF_INPUT) else ""
-        )
+        source = self.source(line)
         if source not in self.features:
             return 1.0
+        first, second = (*line.reads(), "", "")[:2]
         own = _features(line, held, first, second)
         return (1 + self.half / max(own, self.features[source])) / (1 + self.half / own)
 
 
-def side_by_side(forward: Function | None, held: Mapping[str, float], pricer: Pricer) -> SideBySide:
-    """The products that a software makes all at once; none of them in emitted programs. held: bytes of the function's values."""
+def side_by_side(forward: Function | None, held: Mapping[str, float], pricer: Pricer) -> SideBySide | None:
+    """The products that a framework makes all at once; None where emitted programs run. held: bytes of the function's values."""
     if forward is None or pricer.software.is_emitted:
-        return SideBySide()
+        return None
     features: dict[str, float] = {}
     inputs: dict[str, str] = {}
     for line in forward.lines:

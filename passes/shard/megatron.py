@@ -3,7 +3,8 @@
 What is said of a program is read off its rules, never off names. Along the axis
 
 - a product of a weight with values of the batch is split by an index of the weight, and the weight is stored so: an output
-  feature makes it column-parallel, an input feature row-parallel;
+  feature makes it column-parallel, an input feature row-parallel; products of one input, which Megatron makes at once, are
+  column-parallel;
 - a look-up by values of the batch takes the rows of its table: vocabularies are sharded;
 - no op is split by the batch, and what has features beside batch and sequence is split by something: norms and residuals by
   the sequence, attention by heads, the loss by the vocabulary.
@@ -15,6 +16,7 @@ that are not shards (query, key and value side by side) is gathered after its pr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -92,6 +94,13 @@ class BatchedOp:
         values = operand_values(self.node)
         return {(self.template.name, slot) for v in values for slot in self.origins.get(v, ())}
 
+    @cached_property
+    def rows(self) -> Mapping[str, Labels | None]:
+        """The values of the batch that it reads beside a weight, with their factors."""
+        values = operand_values(self.node)
+        labels = zip(values, self.rule.operands, strict=True) if self.weight and self.slots else ()
+        return {value: dims for value, dims in labels if value not in self.origins}
+
     @property
     def computes(self) -> bool:
         """Whether it is a product or attention of values of the batch."""
@@ -110,7 +119,9 @@ def tensor_parallel(batched: BatchedProgram, axis: str) -> AxisChoices:
     """The choices of ops along an axis that takes weights, and never the batch."""
     choices: dict[OpKey, frozenset[str]] = {}
     slots: set[Slot] = set()
-    for op in batched.ops():
+    ops = list(batched.ops())
+    readers = Counter((op.template.name, value) for op in ops if op.weight and op.slots for value in op.rows)
+    for op in ops:
         possible = {
             c
             for c in op.rule.choices()
@@ -121,6 +132,9 @@ def tensor_parallel(batched: BatchedProgram, axis: str) -> AxisChoices:
         of_weight = {c for c in possible if factors_of(c) and op.weight.issuperset(factors_of(c))}
         if of_weight:
             slots |= op.slots
+        if any(readers[op.template.name, value] > 1 for value in op.rows):
+            inputs = _factors(op.rows.values())
+            of_weight = {c for c in of_weight if inputs.isdisjoint(factors_of(c))} or of_weight
         splits = bool(possible & op.rule.factors.keys()) and _has_features(op)
         choices[op.key] = frozenset(of_weight or (possible - {""} if splits else possible))
     return AxisChoices(choices, _parameters(batched.program, slots))

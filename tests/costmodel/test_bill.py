@@ -201,14 +201,14 @@ STEPS: Mapping[str, tuple[TransformerShape, StepPlan, int, Software, float]] = {
         StepPlan(ParallelConfig(dp=2, tp=4, pp=4, vpp=2, zero=1), 1, "full"),
         64,
         Software(),
-        2.532193628596511,
+        2.456069018815664,
     ),
     "zero bubble": (
         GPT,
         StepPlan(ParallelConfig(dp=4, pp=8), 2, "selective", "zb-h1"),
         128,
         Software(),
-        3.8858469906581643,
+        3.9384384406030244,
     ),
     "experts": (
         EXPERTS,

@@ -8,7 +8,8 @@ import pytest
 
 from autopar.cluster import ClusterSpec
 from autopar.costmodel import ParallelConfig, Software, StepPlan, TransformerShape, estimate, estimate_row
-from autopar.costmodel.estimator.layer import TP, TP_BEHIND, communication, layer_bill, unsaved_share
+from autopar.costmodel.bill import Purpose
+from autopar.costmodel.estimator.layer import TP, TP_BEHIND, WAITED, communication, layer_bill, unsaved_share
 from autopar.costmodel.estimator.rows import row_workload
 from autopar.costmodel.estimator.workload import Workload
 from autopar.errors import ConstraintError
@@ -75,6 +76,21 @@ def test_what_backward_sends_again_hides_behind_products_though_nothing_else_doe
     assert [apart.exposed_share(purpose.overlap) for purpose in (TP, TP_BEHIND)] == [1.0, apart.constants.tp_exposed]
     kept = communication(workload(TORCH, "none", tp=8), False)
     assert kept[0] == kept[1]
+
+
+def test_megatrons_sums_of_backward_hide_behind_products_and_those_of_forward_and_of_its_fork_do_not() -> None:
+    def messages(software: Software) -> tuple[set[Purpose], set[Purpose]]:
+        whole = workload(software, "none", tp=2)
+        parallel = replace(whole.parallel, sequence_parallel=False)
+        forward, backward = communication(whole.at(replace(whole.plan, parallel=parallel)), False)
+        assert sum(forward.values()) == pytest.approx(sum(backward.values()))
+        return set(forward), set(backward)
+
+    assert messages(MEGATRON) == ({WAITED}, {TP_BEHIND})
+    assert messages(TORCH) == ({WAITED}, {WAITED})
+    gpt = {**ROW, "model": {**ROW["model"], "family": "gpt"}, "schedule": "1F1B"}
+    assert row_workload(gpt).software.regathers
+    assert not row_workload({**gpt, "schedule": "1F1B (DeepSpeed)"}).software.regathers
 
 
 def test_parameters_in_8_bits_are_gathered_in_8_bits() -> None:
