@@ -18,7 +18,7 @@ from autopar.ir.steps import RuntimeStep
 from autopar.ir.types import TensorType
 from autopar.passes.lower.convert import table_steps
 from autopar.passes.lower.rooms import rooms
-from autopar.passes.lower.template import lower_in_order, lower_template
+from autopar.passes.lower.template import lower_in_order, lower_in_pieces, lower_template
 from autopar.passes.price.compression import compression_of
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
@@ -93,16 +93,19 @@ class StageContext:
         pieces alone share its lines in order."""
         plan = self.stage.templates[template.name]
         tables, offload = (id(plan.strategies), id(plan.specs), plan.recompute), (plan.offload, plan.offload_tier)
-        alike = template, tables, offload, plan.cut, self.pricer.mesh.axes, backward, self.split
+        alike = template, tables, offload, self.pricer.mesh.axes, backward, self.split
+        given = template, plan, self.pricer, self.rules
 
         def in_order() -> tuple[LoweredTemplate, TemplatePlan]:  # the plan is kept, so that no id is given again
-            return lower_in_order(template, plan, self.pricer, self.rules, backward, self.split), plan
+            return lower_in_order(*given, backward, self.split), plan
 
-        def lowered() -> LoweredTemplate:
-            lines = self.memo.get((lower_in_order, *alike), in_order)[0]
-            return lower_template(lines, template, plan, self.pricer, self.rules, self.split)
-
-        return self.memo.get((lower_template, *alike, plan.overlap, plan.pieces, plan.insists), lowered)
+        lines = self.memo.get((lower_in_order, *alike), in_order)[0]
+        overlapped = lower_template, *alike, plan.overlap, plan.insists
+        whole = self.memo.get(overlapped, lambda: lower_template(lines, *given))
+        if plan.pieces == 1:
+            return whole
+        cut = lower_in_pieces, *overlapped, plan.pieces, plan.cut
+        return self.memo.get(cut, lambda: lower_in_pieces(lines, whole, *given, self.split))
 
     def steps(
         self, type_: TensorType, before: Spec, after: Spec, joined: tuple[str, ...] = (), compression: str = ""

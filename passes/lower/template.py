@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from autopar.costmodel.bill import CallBill, call_seconds
 from autopar.errors import PlanError, ShardingError
 from autopar.ir.fusion import without_widening
 from autopar.ir.lines import Function
@@ -19,7 +20,8 @@ from autopar.ir.spec import Spec
 from autopar.passes.lower.body import Body, PlannedTemplate, Result
 from autopar.passes.lower.overlap import overlapped, sends_beside
 from autopar.passes.lower.pieces import in_pieces
-from autopar.passes.price.link_clock import function_seconds, op_seconds
+from autopar.passes.price.bills import launches, template_bill, template_seconds
+from autopar.passes.price.link_clock import op_seconds
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.hubs import phase_is_late
@@ -57,28 +59,49 @@ def lower_in_order(
 
 
 def lower_template(
+    in_order: LoweredTemplate, template: Template, plan: TemplatePlan, pricer: Pricer, rules: RuleBook
+) -> LoweredTemplate:
+    """The functions with the overlap that the plan asks for, whole. in_order: as of `lower_in_order`."""
+    if not any(sends_beside(line, pricer.mesh.sizes) for function in in_order.functions for line in function.lines):
+        return in_order  # nothing travels that lines could run beside
+    return _with_overlap(in_order, template, plan, pricer, rules)
+
+
+def lower_in_pieces(
     in_order: LoweredTemplate,
+    whole: LoweredTemplate,
     template: Template,
     plan: TemplatePlan,
     pricer: Pricer,
     rules: RuleBook,
     split: bool = False,
 ) -> LoweredTemplate:
-    """The functions with the overlap and pieces that the plan asks for. in_order: as of `lower_in_order`. split: B and W apart;
-    these, and values that rest in a memory tier, are not in pieces, nor is a template that is no faster so, unless the
-    plan insists. Raises PlanError."""
-    cuts = plan.pieces > 1 and not split and not plan.offload
-    if cuts and plan.insists:
-        in_order = _in_pieces(in_order, PlannedTemplate(template, plan, pricer, rules))
-        return _with_overlap(in_order, template, plan, pricer, rules)
-    if not any(sends_beside(line, pricer.mesh.sizes) for function in in_order.functions for line in function.lines):
-        return in_order  # nothing travels that lines could run beside, and pieces of an op take as long as all of it at least
-    whole, op_s = _with_overlap(in_order, template, plan, pricer, rules), op_seconds(plan, template, pricer, rules)
-    if not cuts:
+    """The functions with the overlap and in the pieces that the plan asks for. in_order: as of `lower_in_order`; whole: the same
+    with overlap alone, which is given back for a template that is no faster in pieces, unless the plan insists, and for one
+    whose B and W are apart (split) or whose values rest in a memory tier. Raises PlanError."""
+    if split or plan.offload:
         return whole
-    pieces = _in_pieces(in_order, PlannedTemplate(template, plan, pricer, rules))
+    planned = PlannedTemplate(template, plan, pricer, rules)
+    if plan.insists:
+        return _with_overlap(_in_pieces(in_order, planned), template, plan, pricer, rules)
+    bill = template_bill(whole, plan, template, pricer, rules)
+    to_beat_s = call_seconds(bill, pricer.software).total_s
+    if _least_s(bill, whole, template, pricer) >= to_beat_s:
+        return whole
+    pieces = _in_pieces(in_order, planned)
+    if _least_s(bill, pieces, template, pricer) >= to_beat_s:
+        return whole
     pieces = _with_overlap(pieces, template, plan, pricer, rules)
-    return min(whole, pieces, key=lambda one: sum(function_seconds(f, pricer, op_s) for f in one.functions))
+    faster = sum(template_seconds(pieces, plan, template, pricer, rules).values()) < to_beat_s
+    return pieces if faster else whole
+
+
+def _least_s(bill: CallBill, pieces: LoweredTemplate, template: Template, pricer: Pricer) -> float:
+    """Seconds that a call in these pieces takes at least, in whichever order: those of the whole one, whose bill this is, as if
+    its messages were hidden, as pieces of an op take as long as all of it at least; or as long as the host needs for them."""
+    kernels = sum(launches(function, template) for function in pieces.functions)
+    host_s = max(bill.host_s, kernels * pricer.software.launch_host_s)
+    return call_seconds(replace(bill.silent, host_s=host_s), pricer.software).total_s
 
 
 def _with_overlap(

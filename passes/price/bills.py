@@ -61,6 +61,12 @@ def template_seconds(
     return call_seconds(template_bill(lowered, plan, template, pricer, rules), pricer.software).by_action
 
 
+def launches(function: Function, template: Template) -> int:
+    """Kernels that the ops of a template's function launch."""
+    begun = (line.line if isinstance(line, Start) else line for line in function.lines)
+    return sum(isinstance(line, Compute) and line.node in template.op_calls and is_kernel(line.op) for line in begun)
+
+
 def _host_s(pricer: Pricer, *works: Work) -> float:
     return sum(pricer.software.launch_host_s * work.launches + work.host_s for work in works)
 
@@ -79,7 +85,7 @@ def _function_work(
     held = function.local_bytes(pricer.mesh)
     launch_s = pricer.device.launch_overhead_s
     computed_s = apart_s = host_s = 0.0
-    launches, cast = 0, set[str]()
+    cast = set[str]()
     op_s, clock = op_seconds(plan, template, pricer, rules), LinkClock(pricer.least_exposed)
     for line in function.lines:
         begun = line.line if isinstance(line, Start) else line
@@ -95,7 +101,6 @@ def _function_work(
                 grouped = prices.grouped(call, rule, strategy)
                 host_s += pricer.software.mixture_host_s(grouped.groups) / 2 if grouped is not None else 0.0
                 if kernel is not None:
-                    launches += 1
                     computed_s += 0.0 if kernel else (op_s(begun) - launch_s) * beside.share(begun, held)
                     apart_s += op_s(begun) if kernel else launch_s
                 computed_s += pricer.copy_s * cast_bytes(begun, held, cast, pricer.software)
@@ -106,7 +111,7 @@ def _function_work(
                     continue
         run_line(clock, line, held, pricer, op_s)
     fused_s = fused_bytes(function, held, passes_over_memory) * pricer.copy_s
-    return Work(computed_s, fused_s, apart_s, launches, clock.exposed, clock.hidden_s, host_s)
+    return Work(computed_s, fused_s, apart_s, launches(function, template), clock.exposed, clock.hidden_s, host_s)
 
 
 def cast_bytes(line: Compute, held: Mapping[str, float], cast: set[str], software: Software) -> float:

@@ -9,9 +9,14 @@ import pytest
 import torch
 
 import autopar
+from autopar.costmodel.bill import call_seconds
+from autopar.costmodel.software import Software
 from autopar.errors import CheckError
 from autopar.ir.lines import Convert, Cut, Function, Join, Line, Start
 from autopar.passes.check.lines import check
+from autopar.passes.lower.template import _least_s
+from autopar.passes.price.bills import template_bill, template_seconds
+from autopar.passes.price.pricer import Pricer
 from autopar.passes.search.overlap import overlapping
 from autopar.passes.search.pieces import in_pieces
 from autopar.plan import GIVEN, Plan
@@ -71,6 +76,34 @@ def test_random_plans_in_pieces_compute_what_eager_does(seed: int) -> None:
     program = whole(kind, "auto", dp=2, tp=2)
     in_two = pieces_of(program, 2, random_plan(program, seed, pp=1 if seed % 2 else None, pieces=1))
     assert verify(in_two, model_of(kind), batch()).ok
+
+
+def test_a_template_stays_whole_where_the_host_launches_pieces_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = whole("llama", dp=1, tp=4)
+    moved = program.with_plan(overlapping(program.plan, "any"))
+    cut = in_pieces(moved.plan, 2, moved.ir, moved.lowered, program.rules)
+    assert any(isinstance(line, Cut) for line in lines(program.with_plan(cut)))
+    monkeypatch.setattr(Software, "launch_host_s", 1.0)
+    assert not any(isinstance(line, Cut) for line in lines(program.with_plan(cut)))
+
+
+@pytest.mark.parametrize("launch_s", [0.0, 1e-6, 1e-4])
+@pytest.mark.parametrize("kind", ["llama", "moe"])
+def test_pieces_of_a_call_take_no_less_than_their_bound(kind: str, launch_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Software, "launch_host_s", launch_s)
+    program = whole(kind, dp=1, tp=4)
+    cut, stage = pieces_of(program, 2), program.plan.stages[0]
+    pricer, looked_at, ruled_out = Pricer(program.cluster, stage.mesh), 0, 0
+    for name, template in program.ir.templates.items():
+        before, after = (one.lowered.stages[0].templates[name] for one in (program, cut))
+        price = stage.templates[name], template, pricer, program.rules
+        bill = template_bill(before, *price)
+        least_s, pieces_s = _least_s(bill, after, template, pricer), sum(template_seconds(after, *price).values())
+        assert least_s <= pieces_s * (1 + 1e-9)
+        looked_at += before.functions != after.functions
+        ruled_out += least_s > call_seconds(bill, pricer.software).total_s
+    assert looked_at
+    assert ruled_out or launch_s < 1e-4
 
 
 @pytest.mark.few(1)

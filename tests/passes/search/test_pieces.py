@@ -67,8 +67,8 @@ def test_blocks_stay_whole_where_pieces_win_next_to_nothing(monkeypatch: pytest.
 def test_pieces_take_no_less_than_a_step_without_messages_and_are_not_lowered_where_that_is_too_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tried, price = list[autopar.Plan](), Task.stage_costs
-    monkeypatch.setattr(Task, "stage_costs", lambda self, plan, split: tried.append(plan) or price(self, plan, split))
+    tried, price = list[autopar.Plan](), Task.costs_of
+    monkeypatch.setattr(Task, "costs_of", lambda self, plan, *rest: tried.append(plan) or price(self, plan, *rest))
 
     def tried_in_pieces() -> int:
         return sum(t.pieces > 1 for plan in tried for t in plan.stages[0].templates.values())
