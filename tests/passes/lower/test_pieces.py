@@ -89,7 +89,9 @@ def test_a_template_stays_whole_where_the_host_launches_pieces_for_longer(monkey
 
 @pytest.mark.parametrize("launch_s", [0.0, 1e-6, 1e-4])
 @pytest.mark.parametrize("kind", ["llama", "moe"])
-def test_pieces_of_a_call_take_no_less_than_their_bound(kind: str, launch_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_of_a_call_take_no_less_than_their_bound(
+    kind: str, launch_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Software, "launch_host_s", launch_s)
     program = whole(kind, dp=1, tp=4)
     cut, stage = pieces_of(program, 2), program.plan.stages[0]
