@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from autopar.costmodel.bill import CallBill, call_seconds
 from autopar.errors import PlanError, ShardingError
 from autopar.ir.fusion import without_widening
-from autopar.ir.lines import Function
+from autopar.ir.lines import Compute, Convert, Function
 from autopar.ir.lowered import LoweredTemplate
 from autopar.ir.program import Template, operand_nodes, resolve
 from autopar.ir.spec import Spec
@@ -21,7 +21,7 @@ from autopar.passes.lower.body import Body, PlannedTemplate, Result
 from autopar.passes.lower.overlap import overlapped, sends_beside
 from autopar.passes.lower.pieces import in_pieces
 from autopar.passes.price.bills import launches, template_bill, template_seconds
-from autopar.passes.price.link_clock import op_seconds
+from autopar.passes.price.link_clock import LinkClock, op_seconds, run_line
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.hubs import phase_is_late
@@ -86,22 +86,43 @@ def lower_in_pieces(
         return _with_overlap(_in_pieces(in_order, planned), template, plan, pricer, rules)
     bill = template_bill(whole, plan, template, pricer, rules)
     to_beat_s = call_seconds(bill, pricer.software).total_s
-    if _least_s(bill, whole, template, pricer) >= to_beat_s:
+    if call_seconds(bill.silent, pricer.software).total_s >= to_beat_s:
         return whole
     pieces = _in_pieces(in_order, planned)
-    if _least_s(bill, pieces, template, pricer) >= to_beat_s:
+    if least_in_pieces_s(bill, in_order, pieces, planned) >= to_beat_s:
         return whole
     pieces = _with_overlap(pieces, template, plan, pricer, rules)
     faster = sum(template_seconds(pieces, plan, template, pricer, rules).values()) < to_beat_s
     return pieces if faster else whole
 
 
-def _least_s(bill: CallBill, pieces: LoweredTemplate, template: Template, pricer: Pricer) -> float:
-    """Seconds that a call in these pieces takes at least, in whichever order: those of the whole one, whose bill this is, as if
-    its messages were hidden, as pieces of an op take as long as all of it at least; or as long as the host needs for them."""
+def least_in_pieces_s(
+    bill: CallBill, in_order: LoweredTemplate, pieces: LoweredTemplate, planned: PlannedTemplate
+) -> float:
+    """Seconds that a call in pieces takes at least, in whichever order. bill: of the whole one with overlap; in_order, pieces: its
+    lines as of `lower_in_order`, and the same in pieces.
+
+    Pieces of an op take as long as all of it at least, or as long as the host needs to launch them; and of what the whole one
+    waits for they hide no more than the messages that travel in pieces."""
+    template, pricer = planned.template, planned.pricer
     kernels = sum(launches(function, template) for function in pieces.functions)
     host_s = max(bill.host_s, kernels * pricer.software.launch_host_s)
-    return call_seconds(replace(bill.silent, host_s=host_s), pricer.software).total_s
+    busy_s = call_seconds(replace(bill.silent, host_s=host_s), pricer.software).total_s
+    exposed_s = sum(call_seconds(bill, pricer.software).non_overlapped_s.values())
+    return busy_s + max(exposed_s - _cut_s(in_order, pieces, planned), 0.0)
+
+
+def _cut_s(in_order: LoweredTemplate, pieces: LoweredTemplate, planned: PlannedTemplate) -> float:
+    """Seconds of the messages that are in pieces, as if they were whole and alone."""
+    uncut = {id(line) for function in pieces.functions for line in function.lines}
+    op_s = op_seconds(planned.plan, planned.template, planned.pricer, planned.rules)
+    clock = LinkClock(0.0)
+    for function in in_order.functions:
+        held = function.local_bytes(planned.pricer.mesh)
+        for line in function.lines:
+            if id(line) not in uncut and (isinstance(line, Convert) or (isinstance(line, Compute) and line.sent)):
+                run_line(clock, line, held, planned.pricer, op_s)
+    return sum(clock.exposed.values()) + clock.hidden_s
 
 
 def _with_overlap(
