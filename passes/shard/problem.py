@@ -257,6 +257,8 @@ class Problem:
         """Seconds from every spec of `before` to every one of `after`; joined, compression: as of `Pricer.joined_s`. Where ops
         have few strategies, conversions go through no specs that shard other dims than these."""
         letters = self.pricer.shards(type_).letters
+        if len(letters.specs) == 1:
+            return np.zeros((len(before), len(after)))
         owed, cut = letters.owed, None
         if self.pricer.is_narrowed:
             cut = tuple((letters.sharded[before].any((0, 2)) | letters.sharded[after].any((0, 2))).tolist())
