@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from autopar.costmodel.bill import CallBill, call_seconds
+from autopar.costmodel.bill import CallBill, Purpose, call_seconds
 from autopar.errors import PlanError, ShardingError
 from autopar.ir.fusion import without_widening
 from autopar.ir.lines import Compute, Convert, Function
@@ -27,6 +27,9 @@ from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.hubs import phase_is_late
 from autopar.plan import TemplatePlan
 from autopar.runtime.kernels.kernels import has_widening_kernels
+
+_WHOLE = Purpose("whole")
+"""The purpose of messages that are not in pieces, in a bound."""
 
 
 @dataclass(frozen=True)
@@ -68,60 +71,56 @@ def lower_template(
 
 
 def lower_in_pieces(
-    in_order: LoweredTemplate,
-    whole: LoweredTemplate,
-    template: Template,
-    plan: TemplatePlan,
-    pricer: Pricer,
-    rules: RuleBook,
-    split: bool = False,
+    in_order: LoweredTemplate, whole: LoweredTemplate, pieces: LoweredTemplate, planned: PlannedTemplate
 ) -> LoweredTemplate:
-    """The functions with the overlap and in the pieces that the plan asks for. in_order: as of `lower_in_order`; whole: the same
-    with overlap alone, which is given back for a template that is no faster in pieces, unless the plan insists, and for one
-    whose B and W are apart (split) or whose values rest in a memory tier. Raises PlanError."""
-    if split or plan.offload:
-        return whole
-    planned = PlannedTemplate(template, plan, pricer, rules)
+    """The functions with the overlap and in the pieces that the plan asks for; whole where pieces are no faster, unless the plan
+    insists. in_order, whole: as of `lower_in_order` and `lower_template`; pieces: as of `lines_in_pieces`."""
+    template, plan, pricer, rules = planned.template, planned.plan, planned.pricer, planned.rules
     if plan.insists:
-        return _with_overlap(_in_pieces(in_order, planned), template, plan, pricer, rules)
+        return _with_overlap(pieces, template, plan, pricer, rules)
     bill = template_bill(whole, plan, template, pricer, rules)
     to_beat_s = call_seconds(bill, pricer.software).total_s
-    if call_seconds(bill.silent, pricer.software).total_s >= to_beat_s:
+    if call_seconds(least_bill(bill, in_order, pieces, planned), pricer.software).total_s >= to_beat_s:
         return whole
-    pieces = _in_pieces(in_order, planned)
-    if least_in_pieces_s(bill, in_order, pieces, planned) >= to_beat_s:
-        return whole
-    pieces = _with_overlap(pieces, template, plan, pricer, rules)
-    faster = sum(template_seconds(pieces, plan, template, pricer, rules).values()) < to_beat_s
-    return pieces if faster else whole
+    moved = _with_overlap(pieces, template, plan, pricer, rules)
+    faster = sum(template_seconds(moved, plan, template, pricer, rules).values()) < to_beat_s
+    return moved if faster else whole
 
 
-def least_in_pieces_s(
+def least_bill(
     bill: CallBill, in_order: LoweredTemplate, pieces: LoweredTemplate, planned: PlannedTemplate
-) -> float:
-    """Seconds that a call in pieces takes at least, in whichever order. bill: of the whole one with overlap; in_order, pieces: its
-    lines as of `lower_in_order`, and the same in pieces.
+) -> CallBill:
+    """A bill that a call in pieces does not go below, in whichever order its lines are. bill: of the whole one with overlap;
+    in_order, pieces: its lines as of `lower_in_order` and `lines_in_pieces`.
 
-    Pieces of an op take as long as all of it at least, or as long as the host needs to launch them; and of what the whole one
-    waits for they hide no more than the messages that travel in pieces."""
-    template, pricer = planned.template, planned.pricer
-    kernels = sum(launches(function, template) for function in pieces.functions)
-    host_s = max(bill.host_s, kernels * pricer.software.launch_host_s)
-    busy_s = call_seconds(replace(bill.silent, host_s=host_s), pricer.software).total_s
-    exposed_s = sum(call_seconds(bill, pricer.software).non_overlapped_s.values())
-    return busy_s + max(exposed_s - _cut_s(in_order, pieces, planned), 0.0)
+    Pieces of an op take as long as all of it at least, and each is launched; and of what the whole one waits for they hide no
+    more than the messages that travel in pieces."""
+    software = planned.pricer.software
+    sides = (
+        (in_order.forward, pieces.forward),
+        (in_order.backward, pieces.backward),
+        (in_order.weights, pieces.weights),
+    )
+    works = []
+    for work, (function, cut) in zip(bill.works, sides, strict=True):
+        if function is None or cut is None:
+            works.append(work)
+            continue
+        exposed_s = work.non_overlapped_s(software) - _cut_s(function, cut, planned)
+        kernels = max(work.launches, launches(cut, planned.template))
+        works.append(replace(work, launches=kernels, messages={_WHOLE: exposed_s} if exposed_s > 0 else {}))
+    host_s = sum(software.launch_host_s * work.launches + work.host_s for work in works)
+    return CallBill(*works, host_s)
 
 
-def _cut_s(in_order: LoweredTemplate, pieces: LoweredTemplate, planned: PlannedTemplate) -> float:
-    """Seconds of the messages that are in pieces, as if they were whole and alone."""
-    uncut = {id(line) for function in pieces.functions for line in function.lines}
+def _cut_s(in_order: Function, pieces: Function, planned: PlannedTemplate) -> float:
+    """Seconds of the messages of a function that are in pieces, as if they were whole and alone."""
+    uncut, clock = {id(line) for line in pieces.lines}, LinkClock(0.0)
     op_s = op_seconds(planned.plan, planned.template, planned.pricer, planned.rules)
-    clock = LinkClock(0.0)
-    for function in in_order.functions:
-        held = function.local_bytes(planned.pricer.mesh)
-        for line in function.lines:
-            if id(line) not in uncut and (isinstance(line, Convert) or (isinstance(line, Compute) and line.sent)):
-                run_line(clock, line, held, planned.pricer, op_s)
+    held = in_order.local_bytes(planned.pricer.mesh)
+    for line in in_order.lines:
+        if id(line) not in uncut and (isinstance(line, Convert) or (isinstance(line, Compute) and line.sent)):
+            run_line(clock, line, held, planned.pricer, op_s)
     return sum(clock.exposed.values()) + clock.hidden_s
 
 
@@ -139,8 +138,9 @@ def _with_overlap(
     )
 
 
-def _in_pieces(in_order: LoweredTemplate, planned: PlannedTemplate) -> LoweredTemplate:
-    """The functions in pieces of the batch, as many as the plan says. Raises PlanError."""
+def lines_in_pieces(in_order: LoweredTemplate, planned: PlannedTemplate) -> LoweredTemplate:
+    """The functions in pieces of the batch, as many as the plan says, before lines change places. in_order: as of
+    `lower_in_order`. Raises PlanError."""
     template, back = planned.template, in_order.backward
     read = [*(p for p in template.params if f"{p}@use" in planned.flow.hubs), *template.inputs]
     starts = planned.cuts(zip(in_order.forward.args, read, strict=True))

@@ -169,7 +169,7 @@ def stage_bill(stage: LoweredStage, calls: Mapping[str, CallBill], pricer: Price
     busiest = busiest_rank(trained, stage.mesh)
     shown = shown_parameters(stage, calls, pricer) if pricer.is_measured and stage.training else None
     return StageBill(
-        ((CallBill(F, B, W), 1), *_call_bills(stage, calls, pricer)),
+        ((CallBill(F, B, W), 1), *call_bills(stage, calls, pricer)),
         ParameterTraffic(forward_s, backward_s + weights_s, reduce_s, gather_s, shown, each_reduce_s),
         sum(optimizer_s(p, stage, pricer, setting, busiest) for p in trained),
         stage.microbatches * prologue_s
@@ -184,7 +184,7 @@ def _reductions_s(trained: Sequence[StoredParameter], pricer: Pricer) -> float:
     return sum(reduce_seconds(p, pricer) for p in trained) + pricer.rendezvous_s(along)
 
 
-def _call_bills(stage: LoweredStage, calls: Mapping[str, CallBill], pricer: Pricer) -> list[tuple[CallBill, int]]:
+def call_bills(stage: LoweredStage, calls: Mapping[str, CallBill], pricer: Pricer) -> list[tuple[CallBill, int]]:
     """The calls of a microbatch; some have no backward."""
     actions: dict[tuple[str, int], str] = {}
     for action, function in stage.by_action:

@@ -18,7 +18,7 @@ from autopar.ir.lowered import LoweredProgram, LoweredTemplate
 from autopar.passes.account.program import Account, under
 from autopar.passes.lower.context import narrow_reads
 from autopar.passes.lower.overlap import sends_beside
-from autopar.passes.search.pieces import PIECES, in_pieces
+from autopar.passes.search.pieces import PIECES, in_pieces, least_in_pieces_s
 from autopar.passes.search.task import RankedPlans, Task, account_of
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import OVERLAPS, Plan, StagePlan
@@ -121,10 +121,13 @@ def with_pieces(task: Task, candidate: PricedPlan, useless_from_s: float = math.
         return candidate  # what pieces hide is no more than all ops' messages
     plan = overlapping(candidate.plan, OVERLAPS[-1])
     lowered = task.outline(plan, split)
+    whole = counted if plan == candidate.plan else under(task.costs_of(plan, lowered), counted.table)
     for pieces in PIECES:
         smaller = in_pieces(plan, pieces, task.program, lowered, task.rules)
         if not _sends(lowered) and not _gives_otherwise(smaller, plan):
             return candidate
+        if least_in_pieces_s(whole, lowered, smaller, task.program, task.pricers, task.rules) >= to_beat_s:
+            continue
         cut = task.outline(smaller, split)
         if _templates(cut) == _templates(lowered):
             continue  # blocks are no faster in pieces
