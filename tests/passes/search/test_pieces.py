@@ -87,9 +87,7 @@ def test_pieces_take_no_less_than_a_step_without_messages_and_are_not_lowered_wh
 
 
 @pytest.mark.parametrize("bandwidth_Bps", [2e8, 1e10])
-def test_a_step_in_pieces_takes_no_less_than_its_bound(
-    bandwidth_Bps: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_in_pieces_takes_no_less_than_its_bound(bandwidth_Bps: float, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = compiled(cluster_at(bandwidth_Bps), beside=False)
     moved = plain.with_plan(overlap.overlapping(plain.plan, "any"))
 
