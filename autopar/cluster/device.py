@@ -62,6 +62,7 @@ _DTYPE_ALIASES = {
 }
 
 
+@cache
 def dtype_name(dtype: str) -> str:
     """The canonical name: `bf16`, `torch.bfloat16` and `bfloat16` are one."""
     name = str(dtype).removeprefix("torch.").lower()

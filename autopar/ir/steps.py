@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from autopar.ir.mesh import Extent
@@ -117,7 +118,7 @@ class Step(_OfKind):
         """The axis."""
         return (self.axis,)
 
-    @property
+    @cached_property
     def dims(self) -> tuple[int, ...]:
         """The dims that the step changes, as the runtime has them."""
         return ((), (self.dim,), (self.to_dim, self.dim))[len(self.facts.table.dims)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +16,10 @@ from autopar.ir.program import Call, Program, Template, ValueRef
 from autopar.ir.spec import Spec
 from autopar.ir.steps import RuntimeStep
 from autopar.ir.types import TensorType
+from autopar.passes.lower.body import PlannedTemplate
 from autopar.passes.lower.convert import table_steps
 from autopar.passes.lower.rooms import rooms
-from autopar.passes.lower.template import lower_in_order, lower_template
+from autopar.passes.lower.template import lines_in_pieces, lower_in_order, lower_in_pieces, lower_template
 from autopar.passes.price.compression import compression_of
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
@@ -65,14 +66,13 @@ class ParameterUse:
 
 @dataclass
 class StageContext:
-    """A stage's plan and what lowering derives from it once. memo: what is known of any stage."""
+    """A stage's plan and what lowering derives from it once."""
 
     program: Program
     stage: StagePlan
     pricer: Pricer
     rules: RuleBook
     split: bool
-    memo: Memo
     compression: str = ""
 
     def __post_init__(self) -> None:
@@ -92,17 +92,19 @@ class StageContext:
         """Stages that run a template alike on alike meshes share what lowering makes of it, and plans that differ in overlap and
         pieces alone share its lines in order."""
         plan = self.stage.templates[template.name]
-        tables, offload = (id(plan.strategies), id(plan.specs), plan.recompute), (plan.offload, plan.offload_tier)
-        alike = template, tables, offload, plan.cut, self.pricer.mesh.axes, backward, self.split
+        given = template, plan, self.pricer, self.rules
+        lines, key = in_order(*given, backward, self.split), _alike(template, plan, self.pricer, backward, self.split)
+        overlapped = lower_template, *key, plan.overlap, plan.insists
+        whole = self.pricer.memo.get(overlapped, lambda: lower_template(lines, *given))
+        if (
+            plan.pieces == 1 or self.split or plan.offload
+        ):  # whose B and W are apart, or whose values rest in tiers, stays whole
+            return whole
 
-        def in_order() -> tuple[LoweredTemplate, TemplatePlan]:  # the plan is kept, so that no id is given again
-            return lower_in_order(template, plan, self.pricer, self.rules, backward, self.split), plan
+        def cut() -> LoweredTemplate:
+            return lower_in_pieces(lines, whole, in_pieces(*given, backward), PlannedTemplate(*given))
 
-        def lowered() -> LoweredTemplate:
-            lines = self.memo.get((lower_in_order, *alike), in_order)[0]
-            return lower_template(lines, template, plan, self.pricer, self.rules, self.split)
-
-        return self.memo.get((lower_template, *alike, plan.overlap, plan.pieces, plan.insists), lowered)
+        return self.pricer.memo.get((lower_in_pieces, *overlapped, plan.pieces, plan.cut), cut)
 
     def steps(
         self, type_: TensorType, before: Spec, after: Spec, joined: tuple[str, ...] = (), compression: str = ""
@@ -220,6 +222,36 @@ class StageContext:
         """How a gradient travels that is reduced by these steps."""
         sums = any(s.kind in BUCKETED and math.prod(self.pricer.mesh.sizes[a] for a in s.axes) > 1 for s in steps)
         return compression_of(type_, self.compression) if sums else ""
+
+
+def in_order(
+    template: Template, plan: TemplatePlan, pricer: Pricer, rules: RuleBook, backward: bool, split: bool = False
+) -> LoweredTemplate:
+    """A template's lines whole and in order (`lower_in_order`), made once for plans that differ in overlap and pieces alone."""
+
+    def lines() -> tuple[LoweredTemplate, TemplatePlan]:  # the plan is kept, so that no id is given again
+        return lower_in_order(template, plan, pricer, rules, backward, split), plan
+
+    return pricer.memo.get((lower_in_order, *_alike(template, plan, pricer, backward, split)), lines)[0]
+
+
+def in_pieces(
+    template: Template, plan: TemplatePlan, pricer: Pricer, rules: RuleBook, backward: bool
+) -> LoweredTemplate:
+    """The same lines in the pieces that the plan asks for (`lines_in_pieces`)."""
+
+    def lines() -> LoweredTemplate:
+        whole = in_order(template, plan, pricer, rules, backward)
+        return lines_in_pieces(whole, PlannedTemplate(template, plan, pricer, rules))
+
+    key = lines_in_pieces, *_alike(template, plan, pricer, backward, False), plan.pieces, plan.cut
+    return pricer.memo.get(key, lines)
+
+
+def _alike(template: Template, plan: TemplatePlan, pricer: Pricer, backward: bool, split: bool) -> tuple[Hashable, ...]:
+    """All that a template's lines in order follow from."""
+    tables, offload = (id(plan.strategies), id(plan.specs), plan.recompute), (plan.offload, plan.offload_tier)
+    return template, tables, offload, pricer.mesh.axes, backward, split
 
 
 def _narrow(program: Program, stage: StagePlan) -> dict[str, torch.dtype]:

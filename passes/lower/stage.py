@@ -34,7 +34,7 @@ def lower_stage(
     """One stage's program (`autopar.passes.lower.cut`) as local lines. split: B and W apart. compression: of gradients, as the
     plan says. Raises PlanError."""
     program, stage = first_calls_apart(program, stage)
-    context = StageContext(program, stage, pricers[stage.mesh], rules, split, pricers.memo, compression)
+    context = StageContext(program, stage, pricers[stage.mesh], rules, split, compression)
     prologue = [i for i, call in enumerate(program.calls) if call.prologue] if microbatches > 1 else []
     prepare = Forward(context, "prepare", prologue).prepare() if prologue else None
     front = Forward(context, "forward", [i for i in range(len(program.calls)) if i not in prologue])

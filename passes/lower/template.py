@@ -10,21 +10,26 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from autopar.costmodel.bill import CallBill, Purpose, call_seconds
 from autopar.errors import PlanError, ShardingError
 from autopar.ir.fusion import without_widening
-from autopar.ir.lines import Function
+from autopar.ir.lines import Compute, Convert, Function
 from autopar.ir.lowered import LoweredTemplate
 from autopar.ir.program import Template, operand_nodes, resolve
 from autopar.ir.spec import Spec
 from autopar.passes.lower.body import Body, PlannedTemplate, Result
 from autopar.passes.lower.overlap import overlapped, sends_beside
 from autopar.passes.lower.pieces import in_pieces
-from autopar.passes.price.link_clock import function_seconds, op_seconds
+from autopar.passes.price.bills import launches, template_bill, template_seconds
+from autopar.passes.price.link_clock import LinkClock, op_seconds, run_line
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.hubs import phase_is_late
 from autopar.plan import TemplatePlan
 from autopar.runtime.kernels.kernels import has_widening_kernels
+
+_WHOLE = Purpose("whole")
+"""The purpose of messages that are not in pieces, in a bound."""
 
 
 @dataclass(frozen=True)
@@ -57,28 +62,66 @@ def lower_in_order(
 
 
 def lower_template(
-    in_order: LoweredTemplate,
-    template: Template,
-    plan: TemplatePlan,
-    pricer: Pricer,
-    rules: RuleBook,
-    split: bool = False,
+    in_order: LoweredTemplate, template: Template, plan: TemplatePlan, pricer: Pricer, rules: RuleBook
 ) -> LoweredTemplate:
-    """The functions with the overlap and pieces that the plan asks for. in_order: as of `lower_in_order`. split: B and W apart;
-    these, and values that rest in a memory tier, are not in pieces, nor is a template that is no faster so, unless the
-    plan insists. Raises PlanError."""
-    cuts = plan.pieces > 1 and not split and not plan.offload
-    if cuts and plan.insists:
-        in_order = _in_pieces(in_order, PlannedTemplate(template, plan, pricer, rules))
-        return _with_overlap(in_order, template, plan, pricer, rules)
+    """The functions with the overlap that the plan asks for, whole. in_order: as of `lower_in_order`."""
     if not any(sends_beside(line, pricer.mesh.sizes) for function in in_order.functions for line in function.lines):
-        return in_order  # nothing travels that lines could run beside, and pieces of an op take as long as all of it at least
-    whole, op_s = _with_overlap(in_order, template, plan, pricer, rules), op_seconds(plan, template, pricer, rules)
-    if not cuts:
+        return in_order  # nothing travels that lines could run beside
+    return _with_overlap(in_order, template, plan, pricer, rules)
+
+
+def lower_in_pieces(
+    in_order: LoweredTemplate, whole: LoweredTemplate, pieces: LoweredTemplate, planned: PlannedTemplate
+) -> LoweredTemplate:
+    """The functions with the overlap and in the pieces that the plan asks for; whole where pieces are no faster, unless the plan
+    insists. in_order, whole: as of `lower_in_order` and `lower_template`; pieces: as of `lines_in_pieces`."""
+    template, plan, pricer, rules = planned.template, planned.plan, planned.pricer, planned.rules
+    if plan.insists:
+        return _with_overlap(pieces, template, plan, pricer, rules)
+    bill = template_bill(whole, plan, template, pricer, rules)
+    to_beat_s = call_seconds(bill, pricer.software).total_s
+    if call_seconds(least_bill(bill, in_order, pieces, planned), pricer.software).total_s >= to_beat_s:
         return whole
-    pieces = _in_pieces(in_order, PlannedTemplate(template, plan, pricer, rules))
-    pieces = _with_overlap(pieces, template, plan, pricer, rules)
-    return min(whole, pieces, key=lambda one: sum(function_seconds(f, pricer, op_s) for f in one.functions))
+    moved = _with_overlap(pieces, template, plan, pricer, rules)
+    faster = sum(template_seconds(moved, plan, template, pricer, rules).values()) < to_beat_s
+    return moved if faster else whole
+
+
+def least_bill(
+    bill: CallBill, in_order: LoweredTemplate, pieces: LoweredTemplate, planned: PlannedTemplate
+) -> CallBill:
+    """A bill that a call in pieces does not go below, in whichever order its lines are. bill: of the whole one with overlap;
+    in_order, pieces: its lines as of `lower_in_order` and `lines_in_pieces`.
+
+    Pieces of an op take as long as all of it at least, and each is launched; and of what the whole one waits for they hide no
+    more than the messages that travel in pieces."""
+    software = planned.pricer.software
+    sides = (
+        (in_order.forward, pieces.forward),
+        (in_order.backward, pieces.backward),
+        (in_order.weights, pieces.weights),
+    )
+    works = []
+    for work, (function, cut) in zip(bill.works, sides, strict=True):
+        if function is None or cut is None:
+            works.append(work)
+            continue
+        exposed_s = work.non_overlapped_s(software) - _cut_s(function, cut, planned)
+        kernels = max(work.launches, launches(cut, planned.template))
+        works.append(replace(work, launches=kernels, messages={_WHOLE: exposed_s} if exposed_s > 0 else {}))
+    host_s = sum(software.launch_host_s * work.launches + work.host_s for work in works)
+    return CallBill(*works, host_s)
+
+
+def _cut_s(in_order: Function, pieces: Function, planned: PlannedTemplate) -> float:
+    """Seconds of the messages of a function that are in pieces, as if they were whole and alone."""
+    uncut, clock = {id(line) for line in pieces.lines}, LinkClock(0.0)
+    op_s = op_seconds(planned.plan, planned.template, planned.pricer, planned.rules)
+    held = in_order.local_bytes(planned.pricer.mesh)
+    for line in in_order.lines:
+        if id(line) not in uncut and (isinstance(line, Convert) or (isinstance(line, Compute) and line.sent)):
+            run_line(clock, line, held, planned.pricer, op_s)
+    return sum(clock.exposed.values()) + clock.hidden_s
 
 
 def _with_overlap(
@@ -95,8 +138,9 @@ def _with_overlap(
     )
 
 
-def _in_pieces(in_order: LoweredTemplate, planned: PlannedTemplate) -> LoweredTemplate:
-    """The functions in pieces of the batch, as many as the plan says. Raises PlanError."""
+def lines_in_pieces(in_order: LoweredTemplate, planned: PlannedTemplate) -> LoweredTemplate:
+    """The functions in pieces of the batch, as many as the plan says, before lines change places. in_order: as of
+    `lower_in_order`. Raises PlanError."""
     template, back = planned.template, in_order.backward
     read = [*(p for p in template.params if f"{p}@use" in planned.flow.hubs), *template.inputs]
     starts = planned.cuts(zip(in_order.forward.args, read, strict=True))

@@ -64,6 +64,12 @@ def template_seconds(
     return call_seconds(template_bill(lowered, plan, template, pricer, rules), pricer.software).by_action
 
 
+def launches(function: Function, template: Template) -> int:
+    """Kernels that the ops of a template's function launch."""
+    begun = (line.line if isinstance(line, Start) else line for line in function.lines)
+    return sum(isinstance(line, Compute) and line.node in template.op_calls and is_kernel(line.op) for line in begun)
+
+
 def _host_s(pricer: Pricer, *works: Work) -> float:
     return sum(pricer.software.launch_host_s * work.launches + work.host_s for work in works)
 
@@ -85,7 +91,7 @@ def _function_work(
     launch_s, run = pricer.device.launch_overhead_s, as_run(function, beside)
     between_s = launch_s if pricer.software.is_emitted else 0.0  # frameworks' are fitted with their passes
     computed_s = apart_s = host_s = 0.0
-    launches, cast = 0, set[str]()
+    launched, cast = 0, set[str]()
     op_s, clock = op_seconds(plan, template, pricer, rules), LinkClock(pricer.least_exposed)
     for line in function.lines:
         begun = line.line if isinstance(line, Start) else line
@@ -103,7 +109,7 @@ def _function_work(
                 grouped = prices.grouped(call, rule, strategy)
                 host_s += pricer.software.mixture_host_s(grouped.groups) / 2 if grouped is not None else 0.0
                 if kernel is not None:
-                    launches += 1
+                    launched += 1
                     computed_s += 0.0 if kernel else (op_s(begun) - launch_s) * wider(beside, begun, held)
                     apart_s += between_s + (op_s(begun) - launch_s if kernel else 0.0)
                 computed_s += pricer.copy_s * cast_bytes(begun, held, cast, pricer.software)
@@ -118,7 +124,7 @@ def _function_work(
     fused_s = pricer.copy_s * fused_bytes(
         function, held, lambda line: None if run.is_inside(line) else passes_over_memory(line), run.lines
     )
-    return Work(computed_s, fused_s, apart_s, launches, clock.exposed, clock.hidden_s, host_s)
+    return Work(computed_s, fused_s, apart_s, launched, clock.exposed, clock.hidden_s, host_s)
 
 
 def wider(beside: SideBySide | None, line: Compute, held: Mapping[str, float]) -> float:
@@ -197,7 +203,7 @@ def _reductions_s(trained: Sequence[StoredParameter], pricer: Pricer) -> float:
     return sum(reduce_seconds(p, pricer) for p in trained) + pricer.rendezvous_s(along)
 
 
-def _call_bills(stage: LoweredStage, calls: Mapping[str, CallBill], pricer: Pricer) -> list[tuple[CallBill, int]]:
+def call_bills(stage: LoweredStage, calls: Mapping[str, CallBill], pricer: Pricer) -> list[tuple[CallBill, int]]:
     """The calls of a microbatch; some have no backward."""
     actions: dict[tuple[str, int], str] = {}
     for action, function in stage.by_action:

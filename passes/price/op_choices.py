@@ -78,15 +78,22 @@ def op_choices(
         else np.zeros(len(kept))
         for type_, numbers in zip(call.results, table.results, strict=True)
     )
-    if mesh.uneven:
-        blocks = [rule.parts(strategy, mesh) for strategy in table.strategies]
-    else:
-        blocks = [dict(zip(table.factors, row, strict=True)) for row in parts[kept].tolist()]
-    computed_s = np.array(
-        [seconds.on_block(own, strategy, mesh) for own, strategy in zip(blocks, table.strategies, strict=True)]
-    )
+    computed_s = _computed_s(rule, table, mesh, seconds)
     if rule.carries:
         sent = np.array([sent_s(*one) for one in zip(table.strategies, computed_s, strict=True)])
     else:
         sent = np.zeros(len(kept))
     return OpChoices(table, computed_s, sent, nbytes)
+
+
+def _computed_s(rule: Rule, table: StrategyTable, mesh: Mesh, seconds: OpSeconds) -> np.ndarray:
+    """Seconds of an op's work on a block under every strategy of a table; of strategies that cut it alike one is priced."""
+    if mesh.uneven:
+        return np.array([seconds.on_block(rule.parts(s, mesh), s, mesh) for s in table.strategies])
+    distinct, which = table.blocks(mesh) if seconds.follows_blocks else (range(len(table.strategies)), slice(None))
+    parts = table.parts(mesh)
+    priced = [
+        seconds.on_block(dict(zip(table.factors, parts[i].tolist(), strict=True)), table.strategies[i], mesh)
+        for i in distinct
+    ]
+    return np.array(priced)[which]

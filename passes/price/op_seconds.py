@@ -71,6 +71,11 @@ class OpSeconds:
             else self._work[0] / self.device.peak(self._computed_in(self._work[1]))
         )
 
+    @property
+    def follows_blocks(self) -> bool:
+        """Whether equal blocks take as long whichever axes cut them: no rows of it travel."""
+        return self._facts.grouped is None
+
     def grouped(self, parts: Parts, strategy: Strategy, mesh: Mesh) -> Grouped | None:
         """The rows that it computes in groups on a rank, where it does."""
         grouped = self._facts.grouped
@@ -81,7 +86,7 @@ class OpSeconds:
         any mesh that cuts as many, unless their rows travel along its axes."""
         if self._facts.free:
             return 0.0
-        if mesh.uneven or self._facts.grouped is not None:
+        if mesh.uneven or not self.follows_blocks:
             return self._block_s(parts, strategy, mesh)
         key = (*map(parts.__getitem__, self.rule.factors), self.rule.work_parts(strategy, mesh))
         if key not in self._on_blocks:

@@ -57,7 +57,12 @@ def alphabet(axes: tuple[str, ...], rank: int) -> Alphabet:
 
 def shared_axes(mesh: Mesh) -> tuple[str, ...]:
     """The axes of a mesh that have ranks to share among."""
-    return tuple(name for name, size in mesh.axes if size > 1)
+    return _shared(mesh.axes)
+
+
+@lru_cache(maxsize=1024)
+def _shared(axes: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
+    return tuple(name for name, size in axes if size > 1)
 
 
 @dataclass(frozen=True, eq=False)

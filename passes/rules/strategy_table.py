@@ -37,6 +37,7 @@ class StrategyTable:
     sharded: np.ndarray
     single: np.ndarray
     _parts: dict[Axes, np.ndarray] = field(default_factory=dict)
+    _blocks: dict[Axes, tuple[list[int], np.ndarray]] = field(default_factory=dict)
     _some: dict[bytes, StrategyTable] = field(default_factory=dict)
 
     def parts(self, mesh: Mesh) -> np.ndarray:
@@ -45,6 +46,20 @@ class StrategyTable:
             sizes = [int(size) for _, size in mesh.axes if size > 1]
             self._parts[mesh.axes] = np.asarray(np.where(self.sharded, sizes, 1).prod(2, dtype=int))
         return self._parts[mesh.axes]
+
+    def blocks(self, mesh: Mesh) -> tuple[list[int], np.ndarray]:
+        """The places of strategies no two of which cut all factors, and divide the work, alike on an even mesh; and per strategy
+        which of these it cuts like."""
+        if mesh.axes not in self._blocks:
+            work = [
+                mesh.product(a for a, c in zip(mesh.names, s, strict=True) if factors_of(c)) for s in self.strategies
+            ]
+            cuts = np.column_stack([self.parts(mesh), np.array(work, int)])
+            first: dict[bytes, int] = {}
+            which = [first.setdefault(row.tobytes(), len(first)) for row in cuts]
+            places = dict(zip(reversed(which), reversed(range(len(which))), strict=True))
+            self._blocks[mesh.axes] = [places[i] for i in range(len(first))], np.array(which, int)
+        return self._blocks[mesh.axes]
 
     def only(self, kept: np.ndarray) -> StrategyTable:
         """The strategies at these places; the same object for the same ones."""

@@ -14,12 +14,11 @@ from dataclasses import replace
 from itertools import chain
 
 from autopar.ir.actions import splits_backward
-from autopar.ir.lowered import LoweredProgram
+from autopar.ir.lowered import LoweredProgram, LoweredTemplate
 from autopar.passes.account.program import Account, under
 from autopar.passes.lower.context import narrow_reads
 from autopar.passes.lower.overlap import sends_beside
-from autopar.passes.lower.pipeline import outline
-from autopar.passes.search.pieces import PIECES, in_pieces
+from autopar.passes.search.pieces import PIECES, in_pieces, least_in_pieces_s
 from autopar.passes.search.task import RankedPlans, Task, account_of
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import OVERLAPS, Plan, StagePlan
@@ -95,7 +94,7 @@ def _copying(stage: StagePlan, names: Collection[str]) -> StagePlan:
 def with_overlap(task: Task, candidate: PricedPlan) -> PricedPlan:
     """A candidate that was accounted for, with overlap in the stages where it fits, if a step is faster so."""
     counted = account_of(candidate)
-    if not task.options.overlap or not _sends(_outlined(task, candidate.plan, splits_backward(counted.table))):
+    if not task.options.overlap or not _sends(task.outline(candidate.plan, splits_backward(counted.table))):
         return candidate
     wanted = [len(OVERLAPS) - 1] * len(candidate.plan.stages)
     while any(wanted):
@@ -121,20 +120,26 @@ def with_pieces(task: Task, candidate: PricedPlan, useless_from_s: float = math.
     if counted.silent_s >= to_beat_s:
         return candidate  # what pieces hide is no more than all ops' messages
     plan = overlapping(candidate.plan, OVERLAPS[-1])
-    lowered = _outlined(task, plan, split)
+    lowered = task.outline(plan, split)
+    whole = counted if plan == candidate.plan else under(task.costs_of(plan, lowered), counted.table)
     for pieces in PIECES:
         smaller = in_pieces(plan, pieces, task.program, lowered, task.rules)
         if not _sends(lowered) and not _gives_otherwise(smaller, plan):
             return candidate
-        costs = under(task.stage_costs(smaller, split), counted.table)
+        if least_in_pieces_s(whole, lowered, smaller, task.program, task.pricers, task.rules) >= to_beat_s:
+            continue
+        cut = task.outline(smaller, split)
+        if _templates(cut) == _templates(lowered):
+            continue  # blocks are no faster in pieces
+        costs = under(task.costs_of(smaller, cut), counted.table)
         if costs.step_time_s < to_beat_s and not _groups_short(task, costs, smaller):
             candidate, to_beat_s = replace(candidate, plan=smaller, lowered=None, account=costs), costs.step_time_s
     return candidate
 
 
-def _outlined(task: Task, plan: Plan, split: bool) -> LoweredProgram:
-    """The plan's stages as lines. split: B and W apart."""
-    return outline(task.program, plan, task.pricers, task.rules, split, task.parameter_kind)
+def _templates(lowered: LoweredProgram) -> list[LoweredTemplate]:
+    """The lowered templates of all stages."""
+    return [template for stage in lowered.stages for template in stage.templates.values()]
 
 
 def _sends(lowered: LoweredProgram) -> bool:

@@ -8,13 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
+from autopar.costmodel.bill import CallBill, call_seconds
 from autopar.errors import CoupledError
 from autopar.ir.lines import CallBackward, CallForward, Convert, Line
-from autopar.ir.lowered import LoweredProgram, LoweredStage
+from autopar.ir.lowered import LoweredProgram, LoweredStage, LoweredTemplate
 from autopar.ir.program import Program, Template
 from autopar.ir.spec import Spec
+from autopar.passes.account.program import Account
+from autopar.passes.account.stage import Later
 from autopar.passes.batch.dims import Dims, batch_dims
+from autopar.passes.lower.body import PlannedTemplate
+from autopar.passes.lower.context import in_order
+from autopar.passes.lower.context import in_pieces as lines_in_pieces
+from autopar.passes.lower.template import least_bill
+from autopar.passes.price.bills import call_bills, template_bill
+from autopar.passes.price.pricer import Pricer, Pricers
 from autopar.passes.rules.book import RuleBook
 from autopar.plan import GIVEN, Plan, StagePlan
 
@@ -66,6 +76,35 @@ def _stage_in_pieces(plan: StagePlan, pieces: int, program: Program, lowered: Lo
         other = {key: spec for key, spec in specs.items() if spec != one.specs[key.removesuffix(GIVEN)]}
         templates[name] = replace(one, specs=one.specs | other if other else one.specs, pieces=pieces, cut=cut)
     return replace(plan, templates=templates)
+
+
+def least_in_pieces_s(
+    counted: Account, lowered: LoweredProgram, plan: Plan, program: Program, pricers: Pricers, rules: RuleBook
+) -> float:
+    """Seconds that a step in pieces takes at least, whatever is converted between calls. counted, lowered: the account and the
+    lines of the same plan whole, with overlap; plan: in pieces."""
+    stages = []
+    for account, stage, planned in zip(counted.stages, lowered.stages, plan.stages, strict=True):
+        pricer, price = pricers[stage.mesh], account.priced()
+        given = program, planned, pricer, rules
+        least = {name: _least_call(template, *given) for name, template in stage.templates.items()}
+        between = price.bill.calls[0][0].silent
+        bill = replace(price.bill, calls=((between, 1), *call_bills(stage, least, pricer)))
+        stages.append(replace(account, priced=Later(partial(replace, price, bill=bill))))
+    return replace(counted, stages=tuple(stages)).step_time_s
+
+
+def _least_call(
+    lowered: LoweredTemplate, program: Program, planned: StagePlan, pricer: Pricer, rules: RuleBook
+) -> CallBill:
+    """A bill that a call does not go below in the pieces of its stage's plan, or whole."""
+    plan, template = planned.templates[lowered.planned_as], program.templates[lowered.planned_as]
+    bill = template_bill(lowered, plan, template, pricer, rules)
+    if lowered.name != lowered.planned_as or plan.offload:
+        return bill.silent
+    given, backward = (template, plan, pricer, rules), lowered.backward is not None
+    pieces = least_bill(bill, in_order(*given, backward), lines_in_pieces(*given, backward), PlannedTemplate(*given))
+    return min(bill, pieces, key=lambda one: call_seconds(one, pricer.software).total_s)
 
 
 def _as_they_come(program: Program, lowered: LoweredStage) -> dict[tuple[str, str], Spec | None]:

@@ -7,6 +7,7 @@ Solvers see only arrays; what a state means is the problem builder's business.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +45,13 @@ class FactorGraph:
             u, v, matrix = v, u, matrix.T
         pair = self.pairs.get((u, v))
         self.pairs[u, v] = matrix if pair is None else pair + matrix
+
+    def only(self, kept: Sequence[np.ndarray]) -> FactorGraph:
+        """The graph with these states of every variable, in this order. kept: their places, by variable."""
+        states = [tuple(map(of.__getitem__, k.tolist())) for of, k in zip(self.states, kept, strict=True)]
+        cost, memory = ([of[k] for of, k in zip(every, kept, strict=True)] for every in (self.cost, self.memory))
+        pairs = {(u, v): m[kept[u][:, None], kept[v]] for (u, v), m in self.pairs.items()}
+        return FactorGraph(self.keys, states, cost, memory, pairs, self.index)
 
     def value(self, choice: list[int]) -> float:
         """Objective of an assignment."""

@@ -12,6 +12,7 @@ keep, count too, and the rest of a storage of which a kept value shows a part do
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
@@ -31,6 +32,7 @@ from autopar.passes.rules.alphabet import BIT, distinct, refinements
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.recomputation import Recomputation, held_values, recomputation
 from autopar.passes.rules.runs import owned_states, run_states
+from autopar.passes.rules.strategy_table import StrategyTable
 from autopar.passes.rules.structure import Group, call_edges, parameter_groups
 from autopar.passes.shard.allowed import Allowed
 from autopar.passes.shard.graph import FactorGraph, Key
@@ -49,6 +51,10 @@ _OWED = tuple(
 READ_S = 1e-18
 """Seconds of a byte of what a rank is given: too few to change a choice, and enough that it is given the block that it wants and
 does not cut that out of the whole."""
+
+
+def _without_choice(key: Key) -> InfeasibleError:
+    return InfeasibleError(f"no choice is left for {' '.join(key)}; loosen the constraints that match it")
 
 
 class Problem:
@@ -86,9 +92,9 @@ class Problem:
         self.held = {name: held_values(t, self.recomputations[name]) for name, t in program.templates.items()}
         self.groups = parameter_groups(program)
         self._at: dict[tuple[str, str], tuple[int, np.ndarray]] = {}  # (variable, spec per state) of a value or hub
-        self._operands: dict[
-            tuple[str, str], tuple[int, tuple[np.ndarray | None, ...]]
-        ] = {}  # the same of an op's operands
+        self._ops: dict[
+            tuple[str, str], tuple[int, StrategyTable]
+        ] = {}  # the variable of an op, and what its states are
         self._wanted: dict[tuple[str, str], list[np.ndarray]] = {}  # specs that ops want a value in
         self._made: dict[tuple[str, str], np.ndarray] = {}  # those that an op may leave it in
         for template in program.templates.values():
@@ -98,6 +104,36 @@ class Problem:
             self._connect_inside(template)
         self._connect_calls()
         self._add_parameters()
+
+    def restricted(self, allowed: Allowed) -> Problem:
+        """The same problem with the states that a filter leaves, as if it had been built with these alone: places have no specs
+        that no op wants any more. Raises InfeasibleError where a variable has none."""
+        fewer = copy(self)
+        fewer._wanted, fewer._made, fewer._ops, fewer._at = {}, {}, {}, {}
+        states = self.graph.states
+        kept = [np.zeros(0, int)] * len(states)
+
+        def keep(key: Key, v: int, places: Iterable[int]) -> None:
+            kept[v] = np.array([i for i in places if allowed(key, states[v][i])], int)
+            if not len(kept[v]):
+                raise _without_choice(key)
+
+        for (template, name), (v, table) in self._ops.items():
+            keep(("op", template, name), v, range(len(states[v])))
+            fewer._ops[template, name] = v, table.only(kept[v])
+            fewer._note(template, self.facts[template].operations[name], table.only(kept[v]))
+        for template, facts in self.facts.items():
+            for place in facts.places:
+                v, numbers = self._at[template, place.name]
+                where = {number: i for i, number in enumerate(numbers.tolist())}
+                possible = fewer._possible(template, place).tolist()
+                keep(("at", template, place.name), v, (where[number] for number in possible if number in where))
+                fewer._at[template, place.name] = v, numbers[kept[v]]
+        for name in self.groups:
+            v = self.graph.index["param", name]
+            keep(("param", name), v, range(len(states[v])))
+        fewer.graph = self.graph.only(kept)
+        return fewer
 
     # --- variables ------------------------------------------------------------------------------------------------------
 
@@ -123,7 +159,7 @@ class Problem:
 
     def _add(self, key: Key, states: tuple[Any, ...], cost: np.ndarray, memory: np.ndarray) -> int:
         if not states:
-            raise InfeasibleError(f"no choice is left for {' '.join(key)}; loosen the constraints that match it")
+            raise _without_choice(key)
         return self.graph.add(key, states, cost, memory)
 
     def _add_held(self, key: Key, states: tuple[Any, ...], cost: np.ndarray, held: np.ndarray) -> int:
@@ -150,15 +186,22 @@ class Problem:
             nbytes = calls * sum(held, np.zeros(len(choices.strategies)))
             seconds = launched_s(op.call, choices.seconds, self.pricer) if launching else choices.seconds
             v = self._add_held(key, choices.strategies, times * seconds, nbytes)
-            self._operands[template.name, op.name] = v, choices.table.operands
-            for i, value in op.results.items():
-                numbers, each_once = choices.table.results[i], choices.table.made[i]
-                if numbers is not None and each_once is not None:
-                    self._at[template.name, value] = v, numbers
-                    self._made[template.name, value] = each_once
-            for read, numbers in zip(op.reads, choices.table.wanted, strict=True):
-                if numbers is not None:
-                    self._wanted.setdefault((template.name, read.value), []).append(numbers)
+            self._ops[template.name, op.name] = v, choices.table
+            self._at.update(
+                ((template.name, value), (v, numbers))
+                for i, value in op.results.items()
+                if (numbers := choices.table.results[i]) is not None
+            )
+            self._note(template.name, op, choices.table)
+
+    def _note(self, template: str, op: Operation, table: StrategyTable) -> None:
+        """Note what an op under these strategies wants and makes."""
+        for i, value in op.results.items():
+            if (made := table.made[i]) is not None:
+                self._made[template, value] = made
+        for read, wanted in zip(op.reads, table.wanted, strict=True):
+            if wanted is not None:
+                self._wanted.setdefault((template, read.value), []).append(wanted)
 
     def _choices(self, key: Key, op: Operation) -> OpChoices:
         """The choices of an op. Raises PlanError where a plan that is given asks for something else."""
@@ -214,6 +257,8 @@ class Problem:
         """Seconds from every spec of `before` to every one of `after`; joined, compression: as of `Pricer.joined_s`. Where ops
         have few strategies, conversions go through no specs that shard other dims than these."""
         letters = self.pricer.shards(type_).letters
+        if len(letters.specs) == 1:
+            return np.zeros((len(before), len(after)))
         owed, cut = letters.owed, None
         if self.pricer.is_narrowed:
             cut = tuple((letters.sharded[before].any((0, 2)) | letters.sharded[after].any((0, 2))).tolist())
@@ -235,9 +280,9 @@ class Problem:
             twice = 2 if place.name in recomputed.hubs else 1
             self.graph.connect(u, v, twice * times * self._conversion(place.converted, before, after))
         for op in facts.operations.values():
-            v, operands = self._operands[template.name, op.name]
+            v, table = self._ops[template.name, op.name]
             twice = 2 if op.name in recomputed.again else 1
-            for read, wanted in zip(op.reads, operands, strict=True):
+            for read, wanted in zip(op.reads, table.operands, strict=True):
                 if wanted is not None:
                     u, before = self._at[template.name, read.place]
                     self.graph.connect(u, v, twice * times * self._conversion(read.type, before, wanted))

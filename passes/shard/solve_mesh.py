@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.costmodel.bill import cluster_nodes, least_step_s
@@ -14,6 +14,7 @@ from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.policies import policy_set
 from autopar.passes.shard.allowed import allowed_states
+from autopar.passes.shard.baselines import Baseline
 from autopar.passes.shard.plans import spmd_plan
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.problem import Problem
@@ -61,7 +62,33 @@ def solve_mesh(
 
     close: as in `solve`. recompute: the policy that backward follows (`autopar.passes.rules.policies`).
     """
-    problem = build_problem(on, strategy, recompute)
+    return _solved(on, build_problem(on, strategy, recompute), strategy, budget, close)
+
+
+def solve_strategies(
+    on: OnMesh, strategies: Sequence[str], budget: float | None, recompute: str = "none"
+) -> list[PricedPlan | Shortage | InfeasibleError | ConstraintError]:
+    """The same under every strategy, or why it leaves no choice. The problem is built once: a baseline is that of "auto", where
+    this is the first, with fewer states."""
+    answers: list[PricedPlan | Shortage | InfeasibleError | ConstraintError] = []
+    every: Problem | None = None
+    for strategy in strategies:
+        try:
+            if every is None or strategy == "auto":
+                problem = build_problem(on, strategy, recompute)
+                every = problem if strategy == "auto" else None
+            else:
+                problem = every.restricted(Baseline(strategy, on.program, on.pricer.mesh, on.rules).allows)
+            answers.append(_solved(on, problem, strategy, budget))
+        except (InfeasibleError, ConstraintError) as error:
+            answers.append(error)
+    return answers
+
+
+def _solved(
+    on: OnMesh, problem: Problem, strategy: str, budget: float | None, close: float = 1e-4
+) -> PricedPlan | Shortage:
+    """The best plan of a problem under a strategy; as of `solve_mesh`."""
     solution = solve(problem.graph, budget, on.options.solver_time_limit_s, 0.02 * on.pricer.copy_s, close)
     if isinstance(solution, Shortage):
         return solution

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -51,7 +52,7 @@ class TableStepKind:
     of_runs: bool = False
     of_owner: bool = False
 
-    @property
+    @cached_property
     def grows(self) -> int:
         """1 where a rank holds n times the bytes after the step, -1 where it holds 1/n of them, else 0."""
         return sum(self.dims)

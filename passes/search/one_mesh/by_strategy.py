@@ -25,7 +25,7 @@ from autopar.passes.search.workers import Answers
 from autopar.passes.shard.meshes import REPLICA, candidate_meshes
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.solve import Shortage
-from autopar.passes.shard.solve_mesh import solve_mesh
+from autopar.passes.shard.solve_mesh import solve_mesh, solve_strategies
 from autopar.passes.shard.uneven import by_speed, for_units, rows_of
 
 _BUDGETS = 4
@@ -138,25 +138,20 @@ def _on_meshes(
     asked, fell_short = task.options.strategy, False
     candidates: list[PricedPlan] = []
 
-    def solved(question: tuple[Mesh, str]) -> PricedPlan | Shortage | InfeasibleError | ConstraintError | None:
-        mesh, strategy = question
-        try:
-            return solve_mesh(task.on(mesh), strategy, budgets[mesh], recompute=policy)
-        except InfeasibleError as error:
-            return error if strategy == asked else None
-        except ConstraintError as error:
-            return error if strategy == asked and mesh in first else None
+    def solved(mesh: Mesh) -> list[PricedPlan | Shortage | InfeasibleError | ConstraintError]:
+        strategies = _strategies(asked, mesh, task.layout is not None)
+        return solve_strategies(task.on(mesh), strategies, budgets[mesh], policy)
 
-    questions = [(mesh, strategy) for mesh in budgets for strategy in _strategies(asked, mesh, task.layout is not None)]
     without_choice: list[InfeasibleError | ConstraintError] = []
-    with task.workers.answers(solved, questions) as results:
-        for (_, strategy), result in zip(questions, results, strict=True):
-            if isinstance(result, Shortage):
-                fell_short = fell_short or strategy == asked
-            elif isinstance(result, (InfeasibleError, ConstraintError)):
-                without_choice.append(result)
-            elif result is not None:
-                candidates.append(result)
+    with task.workers.answers(solved, budgets) as answers:
+        for mesh, of_mesh in zip(budgets, answers, strict=True):
+            for strategy, result in zip(_strategies(asked, mesh, task.layout is not None), of_mesh, strict=True):
+                if isinstance(result, Shortage):
+                    fell_short = fell_short or strategy == asked
+                elif isinstance(result, PricedPlan):
+                    candidates.append(result)
+                elif strategy == asked and (mesh in first or isinstance(result, InfeasibleError)):
+                    without_choice.append(result)
     if without_choice and not candidates and not fell_short:
         raise without_choice[-1]
     candidates.sort(key=lambda c: (c.solution.cost, c.solution.memory))

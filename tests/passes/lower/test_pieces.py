@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 
 import autopar
+from autopar.costmodel.bill import call_seconds
+from autopar.costmodel.software import Software
 from autopar.errors import CheckError
 from autopar.ir.lines import Convert, Cut, Function, Join, Line, Start
 from autopar.passes.check.lines import check
+from autopar.passes.lower.body import PlannedTemplate
+from autopar.passes.lower.template import least_bill, lines_in_pieces, lower_in_order
+from autopar.passes.price.bills import template_bill, template_seconds
+from autopar.passes.price.pricer import Pricer
 from autopar.passes.search.overlap import overlapping
 from autopar.passes.search.pieces import in_pieces
 from autopar.plan import GIVEN, Plan
@@ -71,6 +78,39 @@ def test_random_plans_in_pieces_compute_what_eager_does(seed: int) -> None:
     program = whole(kind, "auto", dp=2, tp=2)
     in_two = pieces_of(program, 2, random_plan(program, seed, pp=1 if seed % 2 else None, pieces=1))
     assert verify(in_two, model_of(kind), batch()).ok
+
+
+def test_a_template_stays_whole_where_the_host_launches_pieces_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = whole("llama", dp=1, tp=4)
+    moved = program.with_plan(overlapping(program.plan, "any"))
+    cut = in_pieces(moved.plan, 2, moved.ir, moved.lowered, program.rules)
+    assert any(isinstance(line, Cut) for line in lines(program.with_plan(cut)))
+    monkeypatch.setattr(Software, "launch_host_s", 1.0)
+    assert not any(isinstance(line, Cut) for line in lines(program.with_plan(cut)))
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("kind", ["llama", "moe"])
+def test_pieces_of_a_call_take_no_less_than_their_bound(kind: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = whole(kind, dp=1, tp=4)
+    moved = plain.with_plan(overlapping(plain.plan, "any"))
+    cut, pricer = pieces_of(plain, count), Pricer(plain.cluster, plain.plan.stages[0].mesh)
+    some_can_win, some_cannot = False, False
+    for launch_s, (name, template) in itertools.product((0.0, 1e-6, 1e-4), plain.ir.templates.items()):
+        monkeypatch.setattr(Software, "launch_host_s", launch_s)
+        plan = cut.plan.stages[0].templates[name]
+        planned = PlannedTemplate(template, plan, pricer, plain.rules)
+        in_order = lower_in_order(template, plan, pricer, plain.rules, backward=True)
+        before, after = (one.lowered.stages[0].templates[name] for one in (moved, cut))
+        price = plan, template, Pricer(plain.cluster, pricer.mesh), plain.rules
+        bill = template_bill(before, *price)
+        least = least_bill(bill, in_order, lines_in_pieces(in_order, planned), planned)
+        least_s = call_seconds(least, pricer.software).total_s
+        assert least_s <= sum(template_seconds(after, *price).values()) * (1 + 1e-9)
+        whole_s = call_seconds(bill, pricer.software).total_s
+        some_can_win, some_cannot = some_can_win or least_s < whole_s, some_cannot or least_s > whole_s
+    assert some_can_win
+    assert some_cannot
 
 
 @pytest.mark.few(1)

@@ -10,12 +10,15 @@ import pytest
 import torch
 
 import autopar
+from autopar.costmodel.software import Software
 from autopar.ir.lines import Compute, Cut, Line, Start
 from autopar.passes.lower import template as lower_template
 from autopar.passes.price.link_clock import op_seconds, strategy_of
-from autopar.passes.price.pricer import PIECE, Pricer
+from autopar.passes.price.pricer import PIECE, Pricer, Pricers
 from autopar.passes.search import overlap
+from autopar.passes.search.pieces import in_pieces, least_in_pieces_s
 from autopar.passes.search.task import Task
+from autopar.proof.random_plans import insisting
 from autopar.proof.verify import verify
 from tests.zoo.models import ADAMW, token_loss
 from tests.zoo.transformers import Llama
@@ -67,8 +70,8 @@ def test_blocks_stay_whole_where_pieces_win_next_to_nothing(monkeypatch: pytest.
 def test_pieces_take_no_less_than_a_step_without_messages_and_are_not_lowered_where_that_is_too_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tried, price = list[autopar.Plan](), Task.stage_costs
-    monkeypatch.setattr(Task, "stage_costs", lambda self, plan, split: tried.append(plan) or price(self, plan, split))
+    tried, price = list[autopar.Plan](), Task.costs_of
+    monkeypatch.setattr(Task, "costs_of", lambda self, plan, *rest: tried.append(plan) or price(self, plan, *rest))
 
     def tried_in_pieces() -> int:
         return sum(t.pieces > 1 for plan in tried for t in plan.stages[0].templates.values())
@@ -81,6 +84,27 @@ def test_pieces_take_no_less_than_a_step_without_messages_and_are_not_lowered_wh
     quick = compiled(cluster_at(1e11))
     assert quick.account.comm_time_s > 0
     assert not tried_in_pieces()
+
+
+@pytest.mark.parametrize("bandwidth_Bps", [2e8, 1e10])
+def test_a_step_in_pieces_takes_no_less_than_its_bound(bandwidth_Bps: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = compiled(cluster_at(bandwidth_Bps), beside=False)
+    moved = plain.with_plan(overlap.overlapping(plain.plan, "any"))
+
+    def least_s(plan: autopar.Plan) -> float:
+        pricers = Pricers(plain.cluster)
+        counted = moved.with_plan(moved.plan).account
+        return least_in_pieces_s(counted, moved.lowered, plan, moved.ir, pricers, moved.rules)
+
+    for pieces in (2, 4):
+        cut = in_pieces(moved.plan, pieces, moved.ir, moved.lowered, moved.rules)
+        for plan in (cut, insisting(cut)):
+            assert least_s(plan) <= plain.with_plan(plan).account.step_time_s * (1 + 1e-9)
+        if bandwidth_Bps == 2e8:
+            assert least_s(cut) < 0.95 * moved.account.step_time_s
+    monkeypatch.setattr(Software, "launch_host_s", 1e-3)
+    slow = moved.with_plan(moved.plan).account.step_time_s
+    assert least_s(cut) > 0.9 * slow
 
 
 def test_a_plan_that_wins_in_pieces_alone_is_the_best_one(monkeypatch: pytest.MonkeyPatch) -> None:
