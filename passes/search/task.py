@@ -6,6 +6,7 @@ them share their prices.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
@@ -100,6 +101,14 @@ class Task:
             by_rank = [n - self._room(self.cluster.device(rank), dict(mesh.axes)) for rank, n in on_kinds.items()]
             short.append(max(by_rank, default=peak - self.limit_at(mesh)))
         return short
+
+    def surely_short_bytes(self, plan: Plan, counted: Account) -> float:
+        """Bytes by which a plan without stages breaks the limit at least (`Account.least_peak_bytes`); minus infinity where kinds
+        of devices are held each against its own memory."""
+        mesh = plan.stages[0].mesh
+        if representatives(mesh, self.cluster):
+            return -math.inf
+        return counted.least_peak_bytes - self.limit_at(mesh)
 
     def budget_at(self, mesh: Mesh) -> float:
         """Bytes that a rank with the longest blocks of a mesh may take at most, before it is known what rests: on kinds of
