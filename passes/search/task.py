@@ -174,15 +174,20 @@ class Task:
             for size, axes in zip(self.program.parameters[name].type.shape, spec.dims, strict=True)
         )
 
-    def on(self, mesh: Mesh, setting: Setting | None = None, per_axis: PerAxis | None = None) -> OnMesh:
+    def on(
+        self, mesh: Mesh, setting: Setting | None = None, per_axis: PerAxis | None = None, room_bytes: float = math.inf
+    ) -> OnMesh:
         """The whole program on one mesh, its parameters stored as in the layout's stages on such a mesh. setting: by default
-        the task's. per_axis: what ops may take along an axis (None: whatever their rules allow)."""
+        the task's. per_axis: what ops may take along an axis (None: whatever their rules allow). room_bytes: what an op may
+        read and make on a rank, by default all that a device has."""
         stages = self.layout.stages if self.layout is not None else ()
         stored = {n: p for stage in stages if stage.mesh.ranks == mesh.ranks for n, p in stage.parameters.items()}
         pricer = self.pricers[mesh]
         if per_axis is not None:
             pricer = pricer.narrowed(by_signature(per_axis, self.program))
-        return OnMesh(self.program, pricer, self.rules, setting or self.setting, self.options, stored)
+        rooms = (self._room(device, dict(mesh.axes)) for _, device in self.cluster.devices)
+        room = min(room_bytes, max(rooms))
+        return OnMesh(self.program, pricer, self.rules, setting or self.setting, self.options, stored, room)
 
     def lower(self, plan: Plan) -> LoweredProgram:
         """A plan of this task's program as lines."""

@@ -29,6 +29,7 @@ from autopar.passes.search.one_mesh.within_memory import (
     joint_on,
     relieved,
     share_s,
+    tighter_room,
 )
 from autopar.passes.search.task import RankedPlans, Task, account_of
 from autopar.passes.shard.meshes import candidate_meshes
@@ -226,12 +227,19 @@ class ShortMemorySearch:
         The fewer microbatches, the more each holds; but where there is one, no sums of gradients are beside that. So where the
         smallest plan does not fit, and would not with a share less for a moment, none of fewer microbatches does, from two on.
         """
+        mesh, M, offload = question
         try:
             result = fastest_within_limit(task, joint, self.best_s)
+            room = math.inf
+            while isinstance(result, Shortage):
+                tighter = tighter_room(joint, task.limit_at(mesh), result.least_bytes)
+                if tighter >= room:
+                    break
+                room, joint = tighter, joint_on(task, mesh, per_axis=self._per_axis.get(mesh), room_bytes=tighter)
+                result = fastest_within_limit(task, joint, self.best_s)
         except InfeasibleError:
             return None
         if isinstance(result, Shortage):
-            mesh, M, offload = question
             counted = joint.smallest_so_far.nbytes
             is_clear = counted + (1 - UNLIKE) * (result.least_bytes - counted) > task.limit_at(mesh)
             below = (fewer for fewer in self.counts if 1 < fewer < M and is_clear)

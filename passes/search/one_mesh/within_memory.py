@@ -29,6 +29,8 @@ HOPELESS = 1.1
 """A plan that by the joint search's count takes so many times the limit is not lowered to see that it does not fit."""
 UNLIKE = 0.2
 """The share of the bytes that live for a moment in one plan by which another one on the mesh may need less."""
+_LARGE = 0.1
+"""The share of the limit that an op reads and makes at least which is held to fewer bytes where no plan fits."""
 _NEAR = 0.01
 """Budgets that differ by less than this share of the limit are not told apart."""
 _LITTLE = 0.005
@@ -36,11 +38,16 @@ _LITTLE = 0.005
 
 
 def joint_on(
-    task: Task, mesh: Mesh, setting: Setting | None = None, close: float = CLOSE, per_axis: PerAxis | None = None
+    task: Task,
+    mesh: Mesh,
+    setting: Setting | None = None,
+    close: float = CLOSE,
+    per_axis: PerAxis | None = None,
+    room_bytes: float = math.inf,
 ) -> JointSearch:
     """Sharding and recompute of the whole program on a mesh. setting: by default the task's. close: as of `JointSearch`.
-    per_axis: as of `Task.on`."""
-    on, options = task.on(mesh, setting, per_axis), task.options
+    per_axis, room_bytes: as of `Task.on`."""
+    on, options = task.on(mesh, setting, per_axis, room_bytes), task.options
     return JointSearch(
         task.program,
         lambda sets: build_problem(on, options.strategy, sets),
@@ -122,6 +129,20 @@ def fastest_within_limit(task: Task, joint: JointSearch, useless_from_s: float =
         else:
             without_more = budget
     return best if best is not None else Shortage(least_peak, ())
+
+
+def tighter_room(joint: JointSearch, limit: float, least_peak: float) -> float:
+    """The bytes to which what an op reads and makes is to be held where none of a joint search's plans fits: those of its smallest
+    plan's largest op, less by as much as what lives for a moment is too long; infinite where no op takes much of the limit.
+
+    The solver does not count what lives for a moment, so what it finds cheap may have no room: products that are cut by their
+    inputs, say, whose sums every rank makes whole.
+    """
+    small = joint.smallest_so_far
+    largest, moment = small.problem.largest_moment_bytes(small.choice), least_peak - small.nbytes
+    if small.nbytes >= limit or largest < _LARGE * limit or moment <= limit - small.nbytes:
+        return math.inf
+    return largest * (limit - small.nbytes) / moment
 
 
 def share_s(candidate: PricedPlan) -> float:

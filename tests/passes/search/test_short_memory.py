@@ -175,3 +175,20 @@ def test_gradients_reduced_by_microbatch_are_lowered_and_counted_as_from_scratch
     assert fresh.lowered is not None
     ours, theirs = reduced.lowered.stages[0], fresh.lowered.stages[0]
     assert (ours.parameters, ours.backward) == (theirs.parameters, theirs.backward)
+
+
+def test_what_an_op_reads_and_makes_keeps_to_its_room() -> None:
+    """Held to less than the largest op of the fastest plan reads and makes, a problem has none of the choices that need more, and
+    all others. No plan peaks below what its largest op needs."""
+    one = task("mlp")
+    joint = joint_on(one, Mesh.of(dp=2))
+    free = joint.fastest.problem
+    largest = free.largest_moment_bytes(joint.fastest.choice)
+    assert 0 < largest <= account_of(one.finish(candidate_at(one, joint.fastest, 0.0))).peak_bytes
+    bounded = joint_on(one, Mesh.of(dp=2), room_bytes=0.99 * largest)
+    held = bounded.fastest.problem
+    assert held.largest_moment_bytes(bounded.fastest.choice) < largest
+    fewer = [(len(a), len(b)) for a, b in zip(free.graph.states, held.graph.states, strict=True)]
+    assert all(b <= a for a, b in fewer)
+    assert any(b < a for a, b in fewer)
+    assert bounded.fastest.seconds >= joint.fastest.seconds

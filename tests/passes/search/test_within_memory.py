@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autopar.passes.search.one_mesh import within_memory
-from autopar.passes.search.one_mesh.within_memory import fastest_within_limit
+from autopar.passes.search.one_mesh.within_memory import fastest_within_limit, tighter_room
 from autopar.passes.shard.solve import Shortage
 
 
@@ -197,3 +197,19 @@ def test_what_a_peak_is_at_least_is_enough_to_see_that_nothing_fits(monkeypatch:
     found = fitted(HandJoint(), 9.5)
     assert isinstance(found, Shortage)
     assert found.least_bytes == 10.0
+
+
+def test_ops_are_held_to_as_much_less_as_the_moment_is_too_long() -> None:
+    """The smallest plan counts 10 bytes, 50 below the limit, and needs 100 beside them: what its largest op reads and makes is to
+    be half as much. A small op, or bytes that are counted, are not what is too much."""
+
+    def held_to(largest: float, limit: float, least_peak: float) -> float:
+        point = SimpleNamespace(
+            nbytes=10.0, choice=(), problem=SimpleNamespace(largest_moment_bytes=lambda choice: largest)
+        )
+        return tighter_room(SimpleNamespace(smallest_so_far=point), limit, least_peak)  # type: ignore[arg-type]
+
+    assert held_to(50.0, 60.0, 110.0) == 25.0
+    assert held_to(5.0, 60.0, 110.0) == math.inf
+    assert held_to(50.0, 10.0, 110.0) == math.inf
+    assert held_to(50.0, 60.0, 60.0) == math.inf
