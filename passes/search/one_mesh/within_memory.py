@@ -132,8 +132,8 @@ def fastest_within_limit(task: Task, joint: JointSearch, useless_from_s: float =
 
 
 def tighter_room(joint: JointSearch, limit: float, least_peak: float) -> float:
-    """The bytes to which what an op reads and makes is to be held where none of a joint search's plans fits: those of its smallest
-    plan's largest op, less by as much as what lives for a moment is too long; infinite where no op takes much of the limit.
+    """The bytes to which what an op reads and makes is to be held where none of a joint search's plans fits: those of its
+    smallest plan's largest op, less by as much as a moment's bytes are too many; infinite where no op takes much of the limit.
 
     The solver does not count what lives for a moment, so what it finds cheap may have no room: products that are cut by their
     inputs, say, whose sums every rank makes whole.
