@@ -85,6 +85,12 @@ class Account:
         """Bytes of a rank of every group."""
         return group_peaks(self.graph, self.table, [s.memory for s in self.stages])
 
+    @property
+    def least_peak_bytes(self) -> float:
+        """The bytes that the peak of a program without stages is at least; its gradient store is not played for them."""
+        (stage,) = self.stages
+        return stage.counted_at_least()
+
     @cached_property
     def peaks_on_kinds(self) -> tuple[dict[int, float], ...]:
         """Bytes of a rank of every kind of device and size of blocks of every group, by rank; none where kinds or sizes are

@@ -17,7 +17,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Template
 from autopar.ir.setting import Setting
 from autopar.passes.account.collectives import Collective, stage_collectives
-from autopar.passes.memory.peak import StageMemory, stage_memory
+from autopar.passes.memory.peak import StageMemory, least_peak, stage_memory
 from autopar.passes.memory.probe import Probe
 from autopar.passes.memory.walk import ActionBytes, action_bytes
 from autopar.passes.price.bills import stage_bill, template_bill
@@ -68,7 +68,7 @@ class StageAccount:
 
     told_s: seconds that a step takes beside its price. counted_on_kinds: where devices of several kinds have blocks of unequal
     size, the bytes of a rank of every kind and size. walked: one of its microbatches, played line by line, for accounts of stages
-    that run the same lines.
+    that run the same lines. counted_at_least: what its bytes are at least where it is the whole program (`least_peak`).
     """
 
     priced: Later[StagePrice]
@@ -77,6 +77,7 @@ class StageAccount:
     counted_on_kinds: Later[tuple[tuple[int, StageMemory], ...]] = field(default_factory=lambda: Later(tuple))
     told_s: float = 0.0
     walked: Later[dict[str, ActionBytes]] | None = None
+    counted_at_least: Later[float] = field(default_factory=lambda: Later(float))
 
     @property
     def bill(self) -> StageBill:
@@ -142,6 +143,7 @@ def account_stage(
         Later(partial(stage_collectives, stage, pricer)),
         Later(partial(_on_kinds, stage, setting, pricer)),
         walked=walked,
+        counted_at_least=Later(lambda: least_peak(stage, setting, walked())),
     )
 
 

@@ -18,6 +18,7 @@ from autopar.ir.setting import Setting
 from autopar.passes.memory.gradient_store import REPLAYED, StepBytes, StoreBytes, step_bytes
 from autopar.passes.memory.probe import GatheredShard, Probe, local
 from autopar.passes.memory.walk import ActionBytes, action_bytes
+from autopar.passes.played.gradients import summed_bytes
 from autopar.passes.price.tiers import step_parts
 from autopar.runtime.comm.devices import CPU
 
@@ -102,6 +103,27 @@ def stage_memory(
     return StageMemory(
         resting, middle, order[0], order[-1], float(top), tiers, gradients, copied, ended, gathered, ahead
     )
+
+
+def least_peak(stage: LoweredStage, setting: Setting, played: Mapping[str, ActionBytes]) -> float:
+    """Bytes that a rank has at some moment of a step at least where one stage is the whole program, known before its gradient
+    store is played: what rests, the sums of the microbatches before, and the most that a microbatch needs. played: its actions.
+
+    While the last but one runs sums are as they were made, unless they are reduced by microbatch; the last one's backward may
+    leave shards of them alone. Where ranks have unequal blocks no one of them has the longest of all, so no sums are counted.
+    """
+    rests = sum(resting_bytes(stage, setting)[""].values())
+    most = float(max(action.peak for action in played.values()))
+    if not stage.training or stage.microbatches == 1 or stage.mesh.uneven:
+        return rests + most
+    made = shards = 0.0
+    for p in stage.parameters.values():
+        if p.contributions and not p.tier and p.optimizer.owner is None:
+            summed = summed_bytes(p, stage.mesh)
+            shard = min(summed, p.updated_bytes(stage.mesh))
+            made, shards = made + (shard if p.by_microbatch else summed), shards + shard
+    beside_all = most if stage.microbatches > 2 else played["F"].peak
+    return rests + max(made + beside_all, shards + most)
 
 
 def _gathered_bytes(stage: LoweredStage) -> float:

@@ -188,7 +188,7 @@ def stage_bill(stage: LoweredStage, calls: Mapping[str, CallBill], pricer: Price
     shown = shown_parameters(stage, calls, pricer) if pricer.is_measured and stage.training else None
     traffic = ParameterTraffic(forward_s, backward_s + weights_s, reduce_s, gather_s, shown, each_reduce_s)
     return StageBill(
-        ((CallBill(F, B, W), 1), *_call_bills(stage, calls, pricer)),
+        ((CallBill(F, B, W), 1), *call_bills(stage, calls, pricer)),
         traffic if pricer.software.is_emitted else framework_traffic(stage, pricer),
         sum(optimizer_s(p, stage, pricer, setting, busiest) for p in trained),
         stage.microbatches * prologue_s

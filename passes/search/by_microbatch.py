@@ -20,6 +20,9 @@ from autopar.passes.search.task import Task, account_of
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import Plan
 
+_LITTLE = 0.1
+"""A share of the gradients that is not worth being left whole: the rest would be looked at once more for it."""
+
 
 def saved_bytes(stage: LoweredStage) -> dict[str, float]:
     """Bytes that a stage's ranks hold less of every gradient between microbatches where it is reduced after each."""
@@ -44,26 +47,29 @@ def may_be(task: Task) -> bool:
 
 def finished(task: Task, candidate: PricedPlan) -> PricedPlan:
     """The candidate lowered and accounted for (`Task.finish`); where its peak is too high, with gradients that are reduced after
-    every microbatch, if it fits so."""
+    every microbatch, if it fits so. Where neither fits, the one that is less short."""
     whole = task.finish(candidate)
     if not may_be(task) or whole.lowered is None or len(whole.lowered.stages) > 1:
         return whole
-    over = task.short_bytes(whole.plan, account_of(whole))
+    over = _over(task, whole)
     if over <= 0:
         return whole
     largest_first = sorted(saved_bytes(whole.lowered.stages[0]).items(), key=lambda item: (-item[1], item[0]))
     total = sum(nbytes for _, nbytes in largest_first)
-    if total < over:
-        return whole
-    best, part = whole, total
-    for _ in range(2):
-        before = accumulate((nbytes for _, nbytes in largest_first), initial=0.0)
-        names = {name for (name, _), held in zip(largest_first, before, strict=False) if held < part}
-        tried = reducing(task, whole, names)
-        if task.short_bytes(tried.plan, account_of(tried)) > 0:
-            break
-        best, part = tried, max(total / 2, over)
-    return best
+    best, part = reducing(task, whole, {name for name, _ in largest_first}), max(total / 2, over)
+    if total < over or _over(task, best) > 0 or total - part < _LITTLE * total:
+        return best
+    before = accumulate((nbytes for _, nbytes in largest_first), initial=0.0)
+    names = {name for (name, _), held in zip(largest_first, before, strict=False) if held < part}
+    tried = reducing(task, whole, names)
+    return best if _over(task, tried) > 0 else tried
+
+
+def _over(task: Task, candidate: PricedPlan) -> float:
+    """Bytes by which a finished candidate breaks its limit; where it surely does, those that it does at least, as its gradients
+    need not be played then."""
+    surely = task.surely_short_bytes(candidate.plan, account_of(candidate))
+    return surely if surely > 0 else task.short_bytes(candidate.plan, account_of(candidate))
 
 
 def smallest(task: Task, candidate: PricedPlan) -> PricedPlan:

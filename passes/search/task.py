@@ -6,6 +6,7 @@ them share their prices.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
@@ -101,6 +102,14 @@ class Task:
             short.append(max(by_rank, default=peak - self.limit_at(mesh)))
         return short
 
+    def surely_short_bytes(self, plan: Plan, counted: Account) -> float:
+        """Bytes by which a plan without stages breaks the limit at least (`Account.least_peak_bytes`); minus infinity where kinds
+        of devices are held each against its own memory."""
+        mesh = plan.stages[0].mesh
+        if representatives(mesh, self.cluster):
+            return -math.inf
+        return counted.least_peak_bytes - self.limit_at(mesh)
+
     def budget_at(self, mesh: Mesh) -> float:
         """Bytes that a rank with the longest blocks of a mesh may take at most, before it is known what rests: on kinds of
         devices with shorter blocks all is taken to be as much less."""
@@ -165,15 +174,20 @@ class Task:
             for size, axes in zip(self.program.parameters[name].type.shape, spec.dims, strict=True)
         )
 
-    def on(self, mesh: Mesh, setting: Setting | None = None, per_axis: PerAxis | None = None) -> OnMesh:
+    def on(
+        self, mesh: Mesh, setting: Setting | None = None, per_axis: PerAxis | None = None, room_bytes: float = math.inf
+    ) -> OnMesh:
         """The whole program on one mesh, its parameters stored as in the layout's stages on such a mesh. setting: by default
-        the task's. per_axis: what ops may take along an axis (None: whatever their rules allow)."""
+        the task's. per_axis: what ops may take along an axis (None: whatever their rules allow). room_bytes: what an op may
+        read and make on a rank, by default all that a device has."""
         stages = self.layout.stages if self.layout is not None else ()
         stored = {n: p for stage in stages if stage.mesh.ranks == mesh.ranks for n, p in stage.parameters.items()}
         pricer = self.pricers[mesh]
         if per_axis is not None:
             pricer = pricer.narrowed(by_signature(per_axis, self.program))
-        return OnMesh(self.program, pricer, self.rules, setting or self.setting, self.options, stored)
+        rooms = (self._room(device, dict(mesh.axes)) for _, device in self.cluster.devices)
+        room = min(room_bytes, max(rooms))
+        return OnMesh(self.program, pricer, self.rules, setting or self.setting, self.options, stored, room)
 
     def lower(self, plan: Plan) -> LoweredProgram:
         """A plan of this task's program as lines."""

@@ -11,7 +11,8 @@ keep, count too, and the rest of a storage of which a kept value shows a part do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from itertools import chain
 from types import MappingProxyType
@@ -20,12 +21,13 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import InfeasibleError, PlanError
-from autopar.ir.program import Program, Template
+from autopar.ir.program import Program, Template, resolve
 from autopar.ir.resting import ParameterOnRank, is_apart, is_copy
 from autopar.ir.rule import Strategy
 from autopar.ir.setting import Setting
 from autopar.ir.spec import REDUCTIONS, Spec
 from autopar.ir.types import TensorType
+from autopar.ops.registry import find
 from autopar.passes.price.op_choices import OpChoices
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.alphabet import BIT, distinct, refinements
@@ -33,7 +35,7 @@ from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.recomputation import Recomputation, held_values, recomputation
 from autopar.passes.rules.runs import owned_states, run_states
 from autopar.passes.rules.strategy_table import StrategyTable
-from autopar.passes.rules.structure import Group, call_edges, parameter_groups
+from autopar.passes.rules.structure import Group, call_edges, parameter_groups, view_of
 from autopar.passes.shard.allowed import Allowed
 from autopar.passes.shard.graph import FactorGraph, Key
 from autopar.passes.shard.launching import host_is_slower, launched_s
@@ -74,12 +76,13 @@ class Problem:
         given: Callable[[Key], Any] | None = None,
         recompute: Mapping[str, tuple[str, ...]] | None = None,
         rests: Mapping[str, ParameterPlan] = MappingProxyType({}),
+        room_bytes: float = math.inf,
     ) -> None:
         self.program, self.pricer, self.mesh, self.rules = program, pricer, pricer.mesh, rules
         self.setting = setting
         away = pricer.device.some_tiers()[0] if setting.offload and program.training else None
         self._move_s = 1 / away.bandwidth_Bps if away else 0.0  # seconds per byte to a memory tier and back, one way
-        self.given, self.rests = given, rests
+        self.given, self.rests, self.room_bytes = given, rests, room_bytes
         self.allowed = allowed
         self.shares = overlap_shares(program, pricer, rules, setting)
         self.graph = FactorGraph()
@@ -215,9 +218,36 @@ class Problem:
                     f"possible per axis: {', '.join(c or '(none)' for c in rule.choices())}"
                 )
             return choices.only([choices.table.index[strategy]])
-        if allowed is None:
-            return choices
-        return choices.only([i for i, strategy in enumerate(choices.strategies) if allowed(key, strategy)])
+        if allowed is not None:
+            choices = choices.only([i for i, strategy in enumerate(choices.strategies) if allowed(key, strategy)])
+        with_room = np.flatnonzero(self._moment_bytes(key[1], op, choices) <= self.room_bytes)
+        return choices.only(with_room.tolist()) if 0 < len(with_room) < len(choices.strategies) else choices
+
+    def _moment_bytes(self, template: str, op: Operation, choices: OpChoices) -> np.ndarray:
+        """Bytes that a rank has at least while it runs an op under each of its choices: blocks of what it reads and of its
+        results, before what they owe is summed, without views, whose memory may be less; 0 where the room is no matter."""
+        definition, nbytes = find(op.call.op), np.zeros(len(choices.strategies))
+        if self.room_bytes == math.inf or definition is None or definition.free:
+            return nbytes
+        blocks = {read.value: (read.type, specs) for read, specs in zip(op.reads, choices.table.operands, strict=True)}
+        t = self.program.templates[template]
+        read = [
+            self.pricer.shards(type_).of_bytes(type_, specs)
+            for value, (type_, specs) in blocks.items()
+            if specs is not None and view_of(t, resolve(t.nodes[value])[0]) is None
+        ]
+        return sum([*read, *(choices.result_bytes[i] for i in op.results)], nbytes)
+
+    def largest_moment_bytes(self, choice: Sequence[int]) -> float:
+        """Bytes that a rank has at least while it runs the op that needs most under an assignment."""
+        largest = 0.0
+        for template, facts in self.facts.items():
+            for op in facts.operations.values():
+                v, _ = self._ops[template, op.name]
+                choices = self.pricer.op_choices(op.call, self.rules.rule(op.call))
+                place = choices.table.index[self.graph.states[v][choice[v]]]
+                largest = max(largest, float(self._moment_bytes(template, op, choices.only([place]))[0]))
+        return largest
 
     def _add_places(self, template: Template) -> None:
         """The spec of every placeholder and hub."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -28,7 +29,7 @@ _MOST_NAMED = 3
 @dataclass(frozen=True)
 class OnMesh:
     """A program on one mesh (the pricer's), and all that its sharding problem depends on. stored: parameters whose storage is
-    given, by name."""
+    given, by name. room_bytes: what a rank may hold at any moment."""
 
     program: Program
     pricer: Pricer
@@ -36,6 +37,7 @@ class OnMesh:
     setting: Setting
     options: Options
     stored: Mapping[str, ParameterPlan] = field(default_factory=dict)
+    room_bytes: float = math.inf
 
 
 def build_problem(on: OnMesh, strategy: str, recompute: str | Mapping[str, tuple[str, ...]] = "none") -> Problem:
@@ -48,7 +50,7 @@ def build_problem(on: OnMesh, strategy: str, recompute: str | Mapping[str, tuple
     else:
         again = dict(recompute)
     try:
-        return Problem(program, on.pricer, on.rules, on.setting, allowed, recompute=again, rests=on.stored)
+        return Problem(program, on.pricer, on.rules, on.setting, allowed, None, again, on.stored, on.room_bytes)
     except InfeasibleError as error:
         if constraints:
             raise ConstraintError(f"{error} (constraints: {dict(constraints)})") from error

@@ -127,6 +127,13 @@ class JointSearch:
         self.points += [point] if point is not self.fastest else []
         return point.value(price) - price * budget
 
+    def hull_bound_s(self, budget: float, useless_from_s: float) -> float:
+        """The same by the hull near the budget, which is walked until so many seconds are of no interest; 0 where no point is
+        within the budget."""
+        if self.fastest.nbytes <= budget:
+            return self.fastest.seconds
+        return self._walk_hull(budget, _HULL_GAP, useless_from_s) if self.smallest().nbytes <= budget else 0.0
+
     def hull_price(self) -> float:
         """Seconds per byte on the way from the fastest point to the smallest."""
         small, fastest = self._small or self.smallest(), self.fastest

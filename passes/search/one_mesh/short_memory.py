@@ -22,7 +22,15 @@ from autopar.passes.search.lower_bounds import could_fit, least_bytes
 from autopar.passes.search.microbatches import TasksByCount, microbatch_counts
 from autopar.passes.search.one_mesh.finer import WORTH, meshes_worth_trying, walked
 from autopar.passes.search.one_mesh.joint import JointSearch
-from autopar.passes.search.one_mesh.within_memory import HOPELESS, fastest_within_limit, joint_on, relieved
+from autopar.passes.search.one_mesh.within_memory import (
+    HOPELESS,
+    UNLIKE,
+    fastest_within_limit,
+    joint_on,
+    relieved,
+    share_s,
+    tighter_room,
+)
 from autopar.passes.search.task import RankedPlans, Task, account_of
 from autopar.passes.shard.meshes import candidate_meshes
 from autopar.passes.shard.priced_plan import PricedPlan
@@ -57,6 +65,8 @@ class ShortMemorySearch:
         self.without_room = set(without_room)
         self._begun: Iterator[PricedPlan | None] | None = None
         self._per_axis: dict[Mesh, PerAxis] = {}
+        self._may_fit: dict[int, bool] = {}
+        self._first_count: dict[frozenset[str], int] = {}
 
     def plans(self, best_s: float) -> Iterator[RankedPlans]:
         """Plans that are predicted faster than best_s, best first, whenever there is another one."""
@@ -140,14 +150,27 @@ class ShortMemorySearch:
         return [(mesh, joint) for _, mesh, joint in sorted(found, key=lambda found: found[0])]
 
     def _could_fit(self, task: Task) -> bool:
-        return could_fit(task, least_bytes(task), [task.limit * task.cluster.size], [1.0])
+        """Whether bounds leave room for a plan in as many microbatches. What the second one holds is beside sums of gradients."""
+        M, room = task.setting.microbatches, task.limit * task.cluster.size
+        if M not in self._may_fit:
+            resting, held = least_bytes(task)
+            fits = could_fit(task, (resting, held), [room], [1.0])
+            self._may_fit[M] = fits and (M == 1 or resting + held <= room)
+        return self._may_fit[M]
+
+    def _counts_on(self, mesh: Mesh, offload: frozenset[str]) -> Iterator[tuple[int, bool]]:
+        """The microbatch counts to look at on a mesh, and whether those after it grow. First come those below the first that had
+        room on the mesh before, largest first: where one has none, those below it have none either (`_plan`)."""
+        first = self._first_count.get(offload, 0)
+        yield from ((M, False) for M in reversed(self.counts[:first]))
+        yield from ((M, True) for M in self.counts[first:])
 
     def _look_on(self, mesh: Mesh, whole: JointSearch, offload: frozenset[str]) -> Iterator[PricedPlan | None]:
         """Faster plans on one mesh in growing microbatch counts; None for a count that has none. whole: the search of the
         request as it stands, of which no plan on this mesh takes less than the fastest."""
-        bound_s = whole.fastest.seconds
-        for M in self.counts:
-            if not self._may_win(bound_s):
+        bound_s, had_room, is_enough = whole.fastest.seconds, False, False
+        for M, grows in self._counts_on(mesh, offload):
+            if not self._may_win(bound_s if grows else whole.fastest.seconds) or (grows and is_enough):
                 return
             task = self.tasks.at(M)
             if (mesh, M, offload) in self.without_room or not (offload or self._could_fit(task)):
@@ -155,30 +178,41 @@ class ShortMemorySearch:
             task = task.offloading(offload)
             joint = whole if task is self.tasks.task else joint_on(task, mesh, per_axis=self._per_axis.get(mesh))
             try:
-                bound_s = joint.fastest.seconds
+                count_s = joint.fastest.seconds
             except (InfeasibleError, ConstraintError):  # too small a batch for the mesh and so many microbatches
-                return
-            if not self._may_win(_least_s(task, bound_s)):
-                return
-            if not self._may_win(self._within_s(task, joint)):
+                count_s = math.inf
+            bound_s = max(bound_s, count_s)
+            if not self._may_win(_least_s(task, count_s)):
+                if grows:
+                    return
+                continue
+            if grows and not self._may_win(self._within_s(task, joint)):
                 continue
             candidate = self._plan(task, joint, (mesh, M, offload))
             faster = None if candidate is None else self._kept(task, joint, candidate)
-            if candidate is not None and faster is None:
-                self.near.append((task, candidate))
-                if not self.byte_price:
-                    paid_s = min(candidate.step_s / candidate.solution.cost, 1.0)
-                    self.byte_price, self.share_s = joint.price_paid, paid_s
+            if candidate is not None:
+                if not (had_room and grows):
+                    self._first_count[offload], had_room = self.counts.index(M), True
+                is_enough = not any(t.recompute for t in candidate.plan.stages[0].templates.values())
+                if faster is None:
+                    self.near.append((task, candidate))
+                    if not self.byte_price:
+                        self.byte_price, self.share_s = joint.price_paid, share_s(candidate)
             yield faster
-            if candidate is not None and not any(t.recompute for t in candidate.plan.stages[0].templates.values()):
+            if is_enough and grows:
                 return
 
     def _within_s(self, task: Task, joint: JointSearch) -> float:
         """Seconds that a plan which fits takes at least, about: at the price of a byte at the best plan so far; before there is
         one at what the mesh's own bytes cost, where plans of another kind are to be beaten and the fastest point is too large."""
         if self.byte_price:
-            within_s = joint.bound_s(self.byte_price, task.limit - self.moment_bytes)
-            return self.share_s * _least_s(task, within_s)
+            budget = task.limit - self.moment_bytes
+            within_s = self.share_s * _least_s(task, joint.bound_s(self.byte_price, budget))
+            if self._may_win(within_s):
+                slow_s = NEAR * self.best_s
+                on_hull_s = self.share_s * _least_s(task, joint.hull_bound_s(budget, slow_s / self.share_s))
+                within_s = on_hull_s if on_hull_s >= slow_s else within_s
+            return within_s
         room = task.limit * HOPELESS
         if self.best_s == math.inf or joint.fastest.nbytes <= room or joint.smallest().nbytes > room:
             return 0.0
@@ -188,13 +222,28 @@ class ShortMemorySearch:
         return bound_s < self.best_s * WORTH
 
     def _plan(self, task: Task, joint: JointSearch, question: Question) -> PricedPlan | None:
-        """The fastest plan that fits; None where none does, or memory tiers are too small."""
+        """The fastest plan that fits; None where none does, or memory tiers are too small.
+
+        The fewer microbatches, the more each holds; but where there is one, no sums of gradients are beside that. So where the
+        smallest plan does not fit, and would not with a share less for a moment, none of fewer microbatches does, from two on.
+        """
+        mesh, M, offload = question
         try:
             result = fastest_within_limit(task, joint, self.best_s)
+            room = math.inf
+            while isinstance(result, Shortage):
+                tighter = tighter_room(joint, task.limit_at(mesh), result.least_bytes)
+                if tighter >= room:
+                    break
+                room, joint = tighter, joint_on(task, mesh, per_axis=self._per_axis.get(mesh), room_bytes=tighter)
+                result = fastest_within_limit(task, joint, self.best_s)
         except InfeasibleError:
             return None
         if isinstance(result, Shortage):
-            self.without_room.add(question)
+            counted = joint.smallest_so_far.nbytes
+            is_clear = counted + (1 - UNLIKE) * (result.least_bytes - counted) > task.limit_at(mesh)
+            below = (fewer for fewer in self.counts if 1 < fewer < M and is_clear)
+            self.without_room |= {question, *((mesh, fewer, offload) for fewer in below)}
             return None
         return result
 
@@ -205,7 +254,7 @@ class ShortMemorySearch:
         best = relieved(task, joint, candidate)
         if best.step_s >= self.best_s:
             return None
-        self.best_s, self.byte_price, self.share_s = best.step_s, joint.price_paid, 1.0
+        self.best_s, self.byte_price, self.share_s = best.step_s, joint.price_paid, share_s(candidate)
         self.moment_bytes = _MOMENT * max(account_of(candidate).peak_bytes - candidate.solution.memory, 0.0)
         self.faster.append((task, best))
         return best

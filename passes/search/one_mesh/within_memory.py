@@ -27,8 +27,10 @@ from autopar.plan import Plan
 _TRIES = 6
 HOPELESS = 1.1
 """A plan that by the joint search's count takes so many times the limit is not lowered to see that it does not fit."""
-_UNLIKE = 0.2
+UNLIKE = 0.2
 """The share of the bytes that live for a moment in one plan by which another one on the mesh may need less."""
+_LARGE = 0.1
+"""The share of the limit that an op reads and makes at least which is held to fewer bytes where no plan fits."""
 _NEAR = 0.01
 """Budgets that differ by less than this share of the limit are not told apart."""
 _LITTLE = 0.005
@@ -36,11 +38,16 @@ _LITTLE = 0.005
 
 
 def joint_on(
-    task: Task, mesh: Mesh, setting: Setting | None = None, close: float = CLOSE, per_axis: PerAxis | None = None
+    task: Task,
+    mesh: Mesh,
+    setting: Setting | None = None,
+    close: float = CLOSE,
+    per_axis: PerAxis | None = None,
+    room_bytes: float = math.inf,
 ) -> JointSearch:
     """Sharding and recompute of the whole program on a mesh. setting: by default the task's. close: as of `JointSearch`.
-    per_axis: as of `Task.on`."""
-    on, options = task.on(mesh, setting, per_axis), task.options
+    per_axis, room_bytes: as of `Task.on`."""
+    on, options = task.on(mesh, setting, per_axis, room_bytes), task.options
     return JointSearch(
         task.program,
         lambda sets: build_problem(on, options.strategy, sets),
@@ -67,7 +74,7 @@ class _Peak:
     def most_within(self, limit: float) -> float:
         """The most bytes that a plan is taken to count whose peak is within the limit."""
         moment = self.peak - self.nbytes
-        return limit - moment + _UNLIKE * abs(moment)
+        return limit - moment + UNLIKE * abs(moment)
 
 
 def fastest_within_limit(task: Task, joint: JointSearch, useless_from_s: float = math.inf) -> PricedPlan | Shortage:
@@ -88,7 +95,8 @@ def fastest_within_limit(task: Task, joint: JointSearch, useless_from_s: float =
             peak = point.nbytes
             if peak <= limit * HOPELESS:
                 candidate = finished(task, candidate_at(task, point, joint.fastest.seconds))
-                peak = account_of(candidate).peak_bytes
+                surely_short = task.surely_short_bytes(candidate.plan, account_of(candidate)) if best is None else 0.0
+                peak = limit + surely_short if surely_short > 0 else account_of(candidate).peak_bytes
             least_peak = min(least_peak, peak)
             if peak > limit:
                 if too_large is None or point.nbytes < too_large.nbytes:
@@ -108,6 +116,9 @@ def fastest_within_limit(task: Task, joint: JointSearch, useless_from_s: float =
         least, most = max(fits.nbytes, without_more), min(too_large.nbytes, limit * HOPELESS, fits.most_within(limit))
         if most - least <= _NEAR * limit:
             break
+        useless_s = useless_from_s / share_s(best)
+        if best.step_s >= useless_from_s and joint.hull_bound_s(most, useless_s) >= useless_s:
+            break
         likely = fits.likely_within(limit, _Peak(too_large.nbytes, peak_too_large))
         budget = likely if least < likely < most else (least + most) / 2
         result = joint.within(budget, useless_from_s=useless_from_s)
@@ -118,6 +129,25 @@ def fastest_within_limit(task: Task, joint: JointSearch, useless_from_s: float =
         else:
             without_more = budget
     return best if best is not None else Shortage(least_peak, ())
+
+
+def tighter_room(joint: JointSearch, limit: float, least_peak: float) -> float:
+    """The bytes to which what an op reads and makes is to be held where none of a joint search's plans fits: those of its
+    smallest plan's largest op, less by as much as a moment's bytes are too many; infinite where no op takes much of the limit.
+
+    The solver does not count what lives for a moment, so what it finds cheap may have no room: products that are cut by their
+    inputs, say, whose sums every rank makes whole.
+    """
+    small = joint.smallest_so_far
+    largest, moment = small.problem.largest_moment_bytes(small.choice), least_peak - small.nbytes
+    if small.nbytes >= limit or largest < _LARGE * limit or moment <= limit - small.nbytes:
+        return math.inf
+    return largest * (limit - small.nbytes) / moment
+
+
+def share_s(candidate: PricedPlan) -> float:
+    """The share that a step takes of the seconds that the solver counts, which are all of its messages'."""
+    return min(candidate.step_s / candidate.solution.cost, 1.0)
 
 
 def _little_to_gain(candidate: PricedPlan, too_large: Point) -> bool:

@@ -10,9 +10,11 @@ import autopar
 from autopar.options import Options
 from autopar.passes.account.program import under
 from autopar.passes.schedule import build
-from autopar.passes.search.by_microbatch import reduced_by_microbatch
+from autopar.passes.search.by_microbatch import finished, reduced_by_microbatch
 from autopar.passes.search.stages.schedule_choice import OutlinedPlan
-from autopar.passes.search.task import Task
+from autopar.passes.search.task import Task, account_of
+from autopar.passes.shard.priced_plan import PricedPlan
+from autopar.passes.shard.solve import Solution
 from tests.zoo.pipelined import on_ranks
 
 
@@ -39,3 +41,18 @@ def test_a_draft_lowered_once_costs_what_it_costs_lowered_anew(seed: int) -> Non
     lowered, _ = again.together
     if plan.microbatches > 1 and any(p.by_microbatch for stage in lowered.stages for p in stage.parameters.values()):
         assert costs[0] != costs[2]
+
+
+@pytest.mark.parametrize(("share", "fits"), [(1.0, True), (0.99, False)])
+def test_of_plans_that_do_not_fit_the_one_that_is_less_short_is_told(share: float, fits: bool) -> None:
+    """share: the limit, of the peak with shards of all gradients."""
+    base = on_ranks("mlp", 4, 4)
+    plan = reduced_by_microbatch(autopar.random_plan(base, 2, pp=1, pieces=1), ())
+    whole, reduced = (base.with_plan(reduced_by_microbatch(plan, names)) for names in ((), tuple(base.ir.trained)))
+    least = reduced.account.peak_bytes
+    assert least < 0.95 * whole.account.peak_bytes
+    setting, options = replace(base.setting, microbatches=4), Options(memory_bytes=share * least)
+    task = Task(base.ir, base.cluster, base.rules, setting, options, None)  # type: ignore[arg-type]
+    found = finished(task, PricedPlan(plan, Solution((), 1.0, 0.0, 1.0, "", {}, {})))
+    assert (task.short_bytes(found.plan, account_of(found)) <= 0) == fits
+    assert account_of(found).peak_bytes <= least

@@ -15,7 +15,7 @@ from autopar.ir.mesh import Mesh
 from autopar.passes.batch.microbatches import Microbatches
 from autopar.passes.search import best_plans
 from autopar.passes.search.best_plans import search_plans
-from autopar.passes.search.by_microbatch import reduced_by_microbatch, reducing
+from autopar.passes.search.by_microbatch import reduced_by_microbatch, reducing, smallest
 from autopar.passes.search.microbatches import TasksByCount
 from autopar.passes.search.one_mesh import short_memory
 from autopar.passes.search.one_mesh.joint import JointSearch
@@ -108,6 +108,40 @@ def test_where_no_plan_fits_in_one_order_none_is_looked_for_in_another(monkeypat
     assert list(again.plans(math.inf)) == []
 
 
+@pytest.mark.parametrize(("least", "clear"), [(2.0, True), (1.1, False)])
+def test_where_a_count_has_no_room_for_clear_fewer_are_not_asked(
+    least: float, clear: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mesh begins below the first count that fits on the one before, 8, with the largest of them. What two microbatches hold
+    beside sums of gradients, one has without. least: bytes of the smallest plan as a share of the limit, most for a moment."""
+    asked: list[tuple[Mesh, int]] = []
+
+    def of_eight(one: Task, joint: JointSearch, useless_from_s: float) -> PricedPlan | Shortage:
+        asked.append((joint.fastest.problem.mesh, one.setting.microbatches))
+        if one.setting.microbatches < 8:
+            return Shortage(least * one.limit, ())
+        return one.finish(candidate_at(one, joint.fastest, joint.fastest.seconds))
+
+    monkeypatch.setattr(short_memory, "fastest_within_limit", of_eight)
+    monkeypatch.setattr(ShortMemorySearch, "_may_win", lambda *_: True)
+    one = task("mlp")
+    search, meshes = search_of(one, "mlp"), [Mesh.of(dp=2), Mesh.of(tp=2)]
+    search._meshes = [(mesh, joint_on(one, mesh)) for mesh in meshes]
+    list(search.plans(math.inf))
+    counts = [[M for at, M in asked if at == mesh] for mesh in meshes]
+    assert counts == [[1, 2, 4, 8], [4, 1, 8] if clear else [4, 2, 1, 8]]
+
+
+@pytest.mark.parametrize("M", [1, 2])
+def test_a_count_could_fit_where_a_plan_does(M: int) -> None:
+    one = TasksByCount(task("mlp"), batch_of("mlp")).at(M)
+    joint = joint_on(one, Mesh.of(dp=2))
+    peak = account_of(smallest(one, candidate_at(one, joint.smallest(), 0.0))).peak_bytes
+    for share, fits in ((1.0, True), (0.6, False)):
+        bounded = one.changed(options=replace(one.options, memory_bytes=share * peak))
+        assert search_of(bounded, "mlp")._could_fit(bounded) == fits
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("faster", [0.9, 0.97, 1.0])
 def test_plans_slower_than_those_of_another_kind_bound_only_what_does_not_win(
@@ -141,3 +175,20 @@ def test_gradients_reduced_by_microbatch_are_lowered_and_counted_as_from_scratch
     assert fresh.lowered is not None
     ours, theirs = reduced.lowered.stages[0], fresh.lowered.stages[0]
     assert (ours.parameters, ours.backward) == (theirs.parameters, theirs.backward)
+
+
+def test_what_an_op_reads_and_makes_keeps_to_its_room() -> None:
+    """Held to less than the largest op of the fastest plan reads and makes, a problem has none of the choices that need more, and
+    all others. No plan peaks below what its largest op needs."""
+    one = task("mlp")
+    joint = joint_on(one, Mesh.of(dp=2))
+    free = joint.fastest.problem
+    largest = free.largest_moment_bytes(joint.fastest.choice)
+    assert 0 < largest <= account_of(one.finish(candidate_at(one, joint.fastest, 0.0))).peak_bytes
+    bounded = joint_on(one, Mesh.of(dp=2), room_bytes=0.99 * largest)
+    held = bounded.fastest.problem
+    assert held.largest_moment_bytes(bounded.fastest.choice) < largest
+    fewer = [(len(a), len(b)) for a, b in zip(free.graph.states, held.graph.states, strict=True)]
+    assert all(b <= a for a, b in fewer)
+    assert any(b < a for a, b in fewer)
+    assert bounded.fastest.seconds >= joint.fastest.seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from autopar.passes.search.one_mesh import within_memory
-from autopar.passes.search.one_mesh.within_memory import fastest_within_limit
+from autopar.passes.search.one_mesh.within_memory import fastest_within_limit, tighter_room
 from autopar.passes.shard.solve import Shortage
 
 
@@ -57,6 +58,9 @@ class HandJoint:
         self.asked.append(budget)
         return HandPoint(int(budget))
 
+    def hull_bound_s(self, budget: float, useless_from_s: float) -> float:
+        return HandPoint(budget).seconds
+
 
 @pytest.fixture(autouse=True)
 def hand_plans(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,13 +72,14 @@ def task(limit: float, lowered: list[float] | None = None) -> Any:
     def finish(point: HandPoint) -> Any:
         if lowered is not None:
             lowered.append(point.nbytes)
-        account = SimpleNamespace(peak_bytes=point.peak)
+        account = SimpleNamespace(peak_bytes=point.peak, surely=point.nbytes)
         solution = SimpleNamespace(cost=point.seconds)
         return SimpleNamespace(solution=solution, step_s=point.seconds, account=account, plan=None, point=point)
 
     return SimpleNamespace(
         limit_at=lambda mesh: limit,
         finish=finish,
+        surely_short_bytes=lambda plan, counted: counted.surely - limit,
         short_bytes=lambda plan, counted: counted.peak_bytes - limit,
         program=SimpleNamespace(training=False),
     )
@@ -177,3 +182,34 @@ def test_what_would_be_hardly_faster_is_not_looked_for() -> None:
     joint = HandJoint(most=1000, least=999)
     assert fitted(joint, 1499.0).point.nbytes == 999
     assert joint.asked == [0.0]
+
+
+def test_where_the_hull_is_too_slow_the_smallest_plan_is_all_that_is_looked_at() -> None:
+    """No plan of less than 90 bytes takes less than 11 seconds."""
+    for useless_from_s, looked_at in ((11.0, [10]), (12.0, [10, 85, 60])):
+        lowered: list[float] = []
+        assert fastest_within_limit(task(90.0, lowered), HandJoint(), useless_from_s) is not None
+        assert lowered == looked_at
+
+
+def test_what_a_peak_is_at_least_is_enough_to_see_that_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HandPoint, "peak", math.nan)
+    found = fitted(HandJoint(), 9.5)
+    assert isinstance(found, Shortage)
+    assert found.least_bytes == 10.0
+
+
+def test_ops_are_held_to_as_much_less_as_the_moment_is_too_long() -> None:
+    """The smallest plan counts 10 bytes, 50 below the limit, and needs 100 beside them: what its largest op reads and makes is to
+    be half as much. A small op, or bytes that are counted, are not what is too much."""
+
+    def held_to(largest: float, limit: float, least_peak: float) -> float:
+        point = SimpleNamespace(
+            nbytes=10.0, choice=(), problem=SimpleNamespace(largest_moment_bytes=lambda choice: largest)
+        )
+        return tighter_room(SimpleNamespace(smallest_so_far=point), limit, least_peak)  # type: ignore[arg-type]
+
+    assert held_to(50.0, 60.0, 110.0) == 25.0
+    assert held_to(5.0, 60.0, 110.0) == math.inf
+    assert held_to(50.0, 10.0, 110.0) == math.inf
+    assert held_to(50.0, 60.0, 60.0) == math.inf
