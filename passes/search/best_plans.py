@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 
 from autopar.cluster.arrangement import arrangements
@@ -29,7 +28,7 @@ from autopar.passes.search.one_mesh.short_memory import ShortMemorySearch
 from autopar.passes.search.stages.branches import search_branches
 from autopar.passes.search.stages.laid_out import search_laid_out
 from autopar.passes.search.stages.limits import asks_for_pipeline, check_pipeline_options, leaves_stages_open
-from autopar.passes.search.stages.pipelines import Rival, search_finer, search_pipelines
+from autopar.passes.search.stages.pipelines import PipelineSearch
 from autopar.passes.search.stages.submesh import SubmeshPlans
 from autopar.passes.search.task import RankedPlans, Task
 from autopar.passes.search.zigzag import search_zigzag
@@ -79,16 +78,16 @@ def search_plans(task: Task, batch: int, now: Callable[[], float] = time.monoton
     plans = [
         plan for ranking in sorted(rankings.values(), key=lambda ranking: ranking[0][1].step_s) for plan in ranking
     ]
-    return _left_out(plans, tuple(unfinished), least_step_s(task)) if unfinished else plans
+    return _left_out(plans, tuple(dict.fromkeys(unfinished)), least_step_s(task)) if unfinished else plans
 
 
 def _on_all(task: Task, batch: int, rankings: dict[str, RankedPlans]) -> Iterator[Kind]:
     """The kinds of plans on all ranks of a task. rankings: theirs, as they are found."""
-    submeshes = SubmeshPlans(TasksByCount(task, batch))
-    short_memory = ShortMemorySearch(submeshes.tasks)
+    pipelines = PipelineSearch(SubmeshPlans(TasksByCount(task, batch)))
+    short_memory = ShortMemorySearch(pipelines.submeshes.tasks)
     return chain(
-        _kinds(submeshes, short_memory),
-        _on_finer_meshes(submeshes, rankings),
+        _kinds(pipelines, short_memory),
+        _on_finer_meshes(pipelines, rankings),
         _in_order(task, batch, rankings, short_memory),
     )
 
@@ -115,10 +114,10 @@ def _on_fewer(task: Task, batch: int) -> Iterator[Kind]:
         yield "plans that leave ranks idle", search_fewer
 
 
-def _kinds(submeshes: SubmeshPlans, short_memory: ShortMemorySearch) -> Iterator[Kind]:
+def _kinds(search: PipelineSearch, short_memory: ShortMemorySearch) -> Iterator[Kind]:
     """The kinds of plans in the order in which they are looked for, in natural order."""
-    task = submeshes.task
-    pipelines: Kind = "pipelines", lambda best_s: _pipelines(submeshes, best_s)
+    task, submeshes = search.task, search.submeshes
+    pipelines: Kind = "pipelines", lambda best_s: _pipelines(search, best_s)
     layout = task.layout
     if layout is not None and len(layout.stages) > 1:
         yield "plans with the given stages", lambda best_s: search_laid_out(submeshes, layout, best_s)
@@ -139,27 +138,34 @@ def _kinds(submeshes: SubmeshPlans, short_memory: ShortMemorySearch) -> Iterator
     pipelines_first = stages and task.cluster.size > MANY_RANKS and _wants_microbatches(task)
     lean: Kind = "plans on one mesh with microbatches, recompute and offload", short_memory.plans
     is_lean = any(memory_short) and task.program.training
+    if is_lean and pipelines_first:
+
+        def estimated(best_s: float) -> Iterator[RankedPlans]:
+            short_memory.first_s(search.estimate_s(best_s, short_memory.first_s), best_s)
+            return iter(())
+
+        yield pipelines[0], estimated
+        pipelines_first = not short_memory.faster
     if is_lean and not pipelines_first:
         yield lean
     if stages:
-        bounded: Kind = pipelines[0], partial(_pipelines, submeshes, rival=short_memory.first_s)
-        yield bounded if is_lean and pipelines_first else pipelines
+        yield pipelines
         yield "branches side by side", lambda best_s: search_branches(submeshes.copy(), best_s)
     if is_lean and pipelines_first:
         yield lean
 
 
-def _pipelines(submeshes: SubmeshPlans, best_s: float, rival: Rival | None = None) -> Iterator[RankedPlans]:
-    """Pipelines whose stages take the kinds of devices in any order. rival: as of `search_pipelines`. Raises NoRoomError as that
-    does, where none fits in any of them."""
-    tasks, found, shortages = submeshes.tasks, list[RankedPlans](), list[NoRoomError]()
-    for way in arrangements(tasks.task.cluster):
-        own = submeshes
-        if way.cluster != tasks.task.cluster:
-            own = SubmeshPlans(TasksByCount(tasks.task.changed(cluster=way.cluster), tasks.batch))
+def _pipelines(search: PipelineSearch, best_s: float) -> Iterator[RankedPlans]:
+    """Pipelines whose stages take the kinds of devices in any order. search: for those in the cluster's own order. Raises
+    NoRoomError as `PipelineSearch.plans` does, where none fits in any of them."""
+    tasks, found, shortages = search.submeshes.tasks, list[RankedPlans](), list[NoRoomError]()
+    for way in arrangements(search.task.cluster):
+        own = search
+        if way.cluster != search.task.cluster:
+            own = PipelineSearch(SubmeshPlans(TasksByCount(search.task.changed(cluster=way.cluster), tasks.batch)))
         before = [plan for ranking in found for plan in ranking]
         try:
-            for ranking in search_pipelines(own, min([best_s, *(plan.step_s for _, plan in before)]), rival):
+            for ranking in own.plans(min([best_s, *(plan.step_s for _, plan in before)])):
                 yield sorted([*ranking, *before], key=lambda plan: plan[1].step_s)
                 found = [ranking, before]
         except NoRoomError as error:
@@ -168,11 +174,12 @@ def _pipelines(submeshes: SubmeshPlans, best_s: float, rival: Rival | None = Non
         raise shortages[0]
 
 
-def _on_finer_meshes(submeshes: SubmeshPlans, rankings: dict[str, RankedPlans]) -> Iterator[Kind]:
-    """The kind that tries finer meshes of stages, where the best plan so far has stages. rankings: of the kinds before it."""
+def _on_finer_meshes(search: PipelineSearch, rankings: dict[str, RankedPlans]) -> Iterator[Kind]:
+    """The kind that tries finer meshes of stages, where the best plan so far has stages. search: for pipelines, before it;
+    rankings: of the kinds before it."""
     plans = sorted((ranking[0][1] for ranking in rankings.values()), key=lambda plan: plan.step_s)
     if plans and len(plans[0].plan.stages) > 1:
-        yield "pipelines on finer meshes", lambda _: search_finer(submeshes, plans[0])
+        yield "pipelines on finer meshes", lambda _: search.finer(plans[0])
 
 
 def _in_order(

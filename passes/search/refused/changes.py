@@ -29,7 +29,7 @@ from autopar.passes.search.microbatches import TasksByCount
 from autopar.passes.search.one_mesh.within_memory import fastest_within_limit
 from autopar.passes.search.refused.smallest import SOLVER_S, smallest_plans
 from autopar.passes.search.stages.limits import asks_for_pipeline, check_pipeline_options
-from autopar.passes.search.stages.pipelines import search_pipelines
+from autopar.passes.search.stages.pipelines import PipelineSearch
 from autopar.passes.search.stages.submesh import SubmeshPlans
 from autopar.passes.search.task import Task, account_of
 from autopar.passes.shard.priced_plan import PricedPlan
@@ -153,7 +153,7 @@ def _pipeline(task: Task, batch: int, best_s: float) -> list[Account]:
     """The account of the fastest pipeline that is predicted faster than best_s, if there is one."""
     check_pipeline_options(task)
     submeshes = SubmeshPlans(TasksByCount(task, batch))
-    *_, plans = [], *search_pipelines(submeshes, best_s)
+    *_, plans = [], *PipelineSearch(submeshes).plans(best_s)
     return [account_of(candidate) for _, candidate in plans[:1]]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 
 from autopar.errors import NoRoomError
 from autopar.ir.mesh import Mesh
@@ -31,11 +32,14 @@ from autopar.passes.search.workers import Answers
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.stage import StageShortage
 
+Rival = Callable[[float, float], float]
+"""Seconds of the best plan of another kind (infinite: there is none), given the best estimate and the seconds to beat."""
+
 Drafts = Answers[Draft, tuple[list[DraftInMemory], StageShortage | None]]
 """The drafts within memory that every rough cut becomes."""
 
-Rival = Callable[[float, float], float]
-"""Seconds of the best plan of another kind (infinite: there is none), given the best estimate and the seconds to beat."""
+Tried = list[tuple[float, float]]
+"""Estimates of cuts that were planned, and the seconds that their plans take at least."""
 
 MOST_TRIED, MOST_PLANNED = 6, 3
 """Different cuts that are made to fit in memory, and plans that are lowered, at most."""
@@ -49,68 +53,98 @@ _FASTER = 0.999
 """A cut is tried where it could be faster by more than this."""
 
 
-def search_pipelines(submeshes: SubmeshPlans, best_s: float, rival: Rival | None = None) -> Iterator[RankedPlans]:
-    """Pipelines predicted faster than best_s (infinite where the options ask for one), best first, whenever there is a better
-    one.
+class PipelineSearch:
+    """One search for pipelines of a request; what it looked at once it does not look at again.
 
-    submeshes: plans of the request on submeshes, which other searches may use afterwards. rival: looks for a plan of another kind
-    that beats the best estimate, before any cut is made to fit in memory. Raises InputError for stages that
-    cannot be, InfeasibleError when the options ask for a pipeline and none fits.
+    submeshes: plans of the request on submeshes, which other searches may use afterwards.
     """
-    task = submeshes.task
-    search = CutSearch(submeshes, best_s)
-    roughs = _roughs(search, search.rough())
-    if rival is not None and roughs:
-        search.best_s = min(best_s, rival(roughs[0].step_s, best_s))
+
+    def __init__(self, submeshes: SubmeshPlans) -> None:
+        self.submeshes, self.task = submeshes, submeshes.task
+        self._search = CutSearch(submeshes, math.inf)
+        self._cuts: list[Draft] | None = None
+        self._drafts: Iterator[DraftInMemory] = iter(())
+        self._tried: Tried = []
+
+    def estimate_s(self, best_s: float, rival: Rival) -> float:
+        """Estimated seconds of the first cut within memory that is to become a plan faster than best_s; infinite where none is.
+
+        rival: looks for a plan of another kind that beats the best rough estimate, before any cut is made to fit in memory.
+        """
+        self._begin(best_s, rival)
+        first = next(self._drafts, None)
+        self._drafts = chain([] if first is None else [first], self._drafts)
+        return math.inf if first is None else first.draft.step_s
+
+    def plans(self, best_s: float) -> Iterator[RankedPlans]:
+        """Pipelines predicted faster than best_s (infinite where the options ask for one), best first, whenever there is a better
+        one.
+
+        Raises InputError for stages that cannot be, NoRoomError when the options ask for a pipeline and none fits.
+        """
+        self._begin(best_s)
+        search, found = self._search, False
+        for ranking in _ranked(_faster_and_faster(search, self._drafts, self._tried)):
+            found = True
+            yield ranking
+        if not found and asks_for_pipeline(self.task.options):
+            error = NoRoomError(_no_pipeline(self.task, search.nearest))
+            error.would_fit_bytes = search.nearest.needed_bytes if search.nearest is not None else None
+            raise error
+
+    def finer(self, best: PricedPlan) -> Iterator[RankedPlans]:
+        """Pipelines with stages on finer meshes that are faster than the best plan so far, a pipeline, whenever there is a better
+        one. Estimates are held against the estimate of such a cut as it is."""
+        search, cuts = self._search, self._cuts
+        sizes = {mesh.size for mesh in search.limits.submeshes(self.task)}
+        if not cuts or search.limits.mixed or not any(finer_meshes_of(self.task, ranks) for ranks in sizes):
+            return
+        search.best_s = best.step_s
+        kind = _kind(best.plan.microbatches, (stage.mesh for stage in best.plan.stages))
+        estimate_s = min(
+            (cut.step_s for cut in cuts if _kind(cut.microbatches, cut.used_meshes()) == kind), default=0.0
+        )
+        roughs = _roughs(search, search.finer(cuts, estimate_s))[:MOST_FINER]
+        tried: Tried = []
+        yield from _ranked(_faster_and_faster(search, _in_memory(search, roughs, tried), tried))
+
+    def _begin(self, best_s: float, rival: Rival | None = None) -> None:
+        """Look for cuts that may become plans faster than best_s and than the rival's plan, unless that was done."""
+        self._search.best_s = min(self._search.best_s, best_s)
+        if self._cuts is None:
+            self._cuts = self._search.rough()
+            roughs = _roughs(self._search, self._cuts)
+            if rival is not None and roughs:
+                self._search.best_s = min(self._search.best_s, rival(roughs[0].step_s, best_s))
+            self._drafts = _in_memory(self._search, roughs, self._tried)
+
+
+def _ranked(found: Iterable[DraftPlan]) -> Iterator[RankedPlans]:
+    """The plans so far, best first, whenever there is a faster one; at last with as little recomputed by the best as fits."""
     plans: list[DraftPlan] = []
-    for plan in _faster_and_faster(search, roughs):
+    for plan in found:
         plans = [plan, *plans]
         yield ranked(plans)
     if plans:
         yield ranked([relieved(plans[0]), *plans[1:]])
-    elif asks_for_pipeline(task.options):
-        error = NoRoomError(_no_pipeline(task, search.nearest))
-        error.would_fit_bytes = search.nearest.needed_bytes if search.nearest is not None else None
-        raise error
 
 
-def search_finer(submeshes: SubmeshPlans, best: PricedPlan) -> Iterator[RankedPlans]:
-    """Pipelines with stages on finer meshes that are faster than the best plan so far, whenever there is a better one.
-
-    submeshes: after the search that found this plan, a pipeline. Estimates are held against the estimate of such a cut as it is.
-    """
-    search = CutSearch(submeshes, best.step_s)
-    sizes = {mesh.size for mesh in search.limits.submeshes(search.task)}
-    if search.limits.mixed or not any(finer_meshes_of(search.task, ranks) for ranks in sizes):
-        return
-    cuts = search.rough()
-    kind = _kind(best.plan.microbatches, (stage.mesh for stage in best.plan.stages))
-    estimate_s = min((cut.step_s for cut in cuts if _kind(cut.microbatches, cut.used_meshes()) == kind), default=0.0)
-    plans: list[DraftPlan] = []
-    for plan in _faster_and_faster(search, _roughs(search, search.finer(cuts, estimate_s))[:MOST_FINER]):
-        plans = [plan, *plans]
-        yield ranked(plans)
-    if plans:
-        yield ranked([relieved(plans[0]), *plans[1:]])
-
-
-def _faster_and_faster(search: CutSearch, roughs: Sequence[Draft]) -> Iterator[DraftPlan]:
-    """Plans of rough cuts, each faster than those before it and than the search's best_s."""
-    steps_s, tried = [search.best_s], list[tuple[float, float]]()
-    with _drafts(search, roughs) as drafts:
-        for in_memory in _promising(search, roughs, drafts, lambda: estimate_to_beat_s(steps_s[-1], tried)):
-            if in_memory.draft.step_s >= steps_s[-1] or len(steps_s) > MOST_PLANNED:
-                return
-            plan = plan_that_fits(search.exact, in_memory, steps_s[-1])
-            tried.append((in_memory.draft.step_s, steps_s[-1] if plan is None else plan.cost_s))
-            if plan is not None and plan.cost_s < steps_s[-1]:
-                steps_s.append(plan.cost_s)
-                yield plan
+def _faster_and_faster(search: CutSearch, drafts: Iterator[DraftInMemory], tried: Tried) -> Iterator[DraftPlan]:
+    """Plans of cuts within memory, each faster than those before it and than the search's best_s, which is then theirs."""
+    planned = 0
+    for in_memory in drafts:
+        if in_memory.draft.step_s >= search.best_s or planned >= MOST_PLANNED:
+            return
+        plan = plan_that_fits(search.exact, in_memory, search.best_s)
+        tried.append((in_memory.draft.step_s, search.best_s if plan is None else plan.cost_s))
+        if plan is not None and plan.cost_s < search.best_s:
+            search.best_s, planned = plan.cost_s, planned + 1
+            yield plan
 
 
 def estimate_to_beat_s(best_s: float, tried: Sequence[tuple[float, float]]) -> float:
     """Seconds that the estimate of a rough cut is to be below, so that its plan may beat best_s: where estimates of other cuts
-    said too little, its own does. tried: estimates, and the seconds that their plans take at least."""
+    said too little, its own does. tried: as of `Tried`."""
     if not tried:
         return best_s
     off = max(min(seconds / estimate_s for estimate_s, seconds in tried), 1.0)
@@ -131,12 +165,16 @@ def _roughs(search: CutSearch, cuts: Sequence[Draft]) -> list[Draft]:
     return roughs
 
 
-def _drafts(search: CutSearch, roughs: Sequence[Draft]) -> Drafts:
-    """The drafts within memory of the cuts, each with what was short of least so far where that was found."""
+def _in_memory(search: CutSearch, roughs: Sequence[Draft], tried: Tried) -> Iterator[DraftInMemory]:
+    """Cuts within memory, the best estimate first; what is short of least in those that do not fit is noted. tried: those that
+    were planned since."""
     tasks = [search.submeshes.tasks.at(M) for M in search.submeshes.tasks.counts()]
-    return search.task.workers.answers(
-        lambda rough: (list(drafts_in_memory(search.exact, rough)), search.nearest), roughs, tasks
-    )
+
+    def fitted(rough: Draft) -> tuple[list[DraftInMemory], StageShortage | None]:
+        return list(drafts_in_memory(search.exact, rough)), search.nearest
+
+    with search.task.workers.answers(fitted, roughs, tasks) as drafts:
+        yield from _promising(search, roughs, drafts, lambda: estimate_to_beat_s(search.best_s, tried))
 
 
 def _promising(

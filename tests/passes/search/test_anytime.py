@@ -21,6 +21,7 @@ from autopar.passes.price.pricer import OutOfTime
 from autopar.passes.search import best_plans
 from autopar.passes.search.best_plans import search_plans
 from autopar.passes.search.clock import Clock
+from autopar.passes.search.stages.pipelines import PipelineSearch
 from autopar.passes.search.task import RankedPlans, Task
 
 BATCH = 8
@@ -96,10 +97,10 @@ def test_a_program_says_what_its_search_left_out() -> None:
 def faster_and_then(end: BaseException) -> Any:
     """A search that finds a plan of twice the speed, and then is ended."""
 
-    def search(submeshes: Any, best_s: float, _: Any = None) -> Iterator[RankedPlans]:
+    def search(pipelines: PipelineSearch, best_s: float) -> Iterator[RankedPlans]:
         (_, candidate), *_ = FIRST
         plan = replace(candidate.plan, predicted={"step_time_s": best_s / 2})
-        yield [(submeshes.task, replace(candidate, plan=plan, account=None))]
+        yield [(pipelines.task, replace(candidate, plan=plan, account=None))]
         raise end
 
     return search
@@ -111,7 +112,7 @@ FIRST: RankedPlans = []
 @pytest.mark.parametrize("end", [OutOfTime(), KeyboardInterrupt()], ids=["out of time", "ctrl-c"])
 def test_what_an_interrupted_kind_has_found_counts(end: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     FIRST[:] = search_plans(task(pp=1), BATCH)
-    monkeypatch.setattr(best_plans, "search_pipelines", faster_and_then(end))
+    monkeypatch.setattr(PipelineSearch, "plans", faster_and_then(end))
     (_, best), (_, second), *_ = search_plans(task(), BATCH)
     assert best.step_s == pytest.approx(FIRST[0][1].step_s / 2)
     assert second.step_s == FIRST[0][1].step_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +15,13 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import ClusterSpec, Options, ParallelProgram
+from autopar.ir.mesh import Mesh
 from autopar.passes.batch.microbatches import Microbatches
 from autopar.passes.search.microbatches import TasksByCount
+from autopar.passes.search.stages import pipelines
 from autopar.passes.search.stages.cuts import CutSearch
-from autopar.passes.search.stages.pipelines import _promising, estimate_to_beat_s
+from autopar.passes.search.stages.draft import Draft
+from autopar.passes.search.stages.pipelines import PipelineSearch, _promising, estimate_to_beat_s
 from autopar.passes.search.stages.plan_of_draft import DraftInMemory
 from autopar.passes.search.stages.submesh import SubmeshPlans
 from autopar.passes.search.task import Task
@@ -206,3 +210,23 @@ def test_the_meshes_of_a_cut_on_several_have_cuts_of_their_own() -> None:
     several = [(M, mesh) for M, _, meshes in cuts if len(meshes) > 1 for mesh in meshes if mesh.size < 4]
     assert several
     assert all((M, 1, frozenset({mesh})) in cuts for M, mesh in several)
+
+
+def test_finer_meshes_are_held_against_the_estimate_of_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tower(nodes(5e9), batch=512, pp=2, microbatches=4, schedule="1f1b")
+    batches = Microbatches(program.captured, program.rules)
+    options = Options(pp=2, microbatches=4, schedule="1f1b")
+    task = Task(program.ir, program.cluster, program.rules, program.setting, options, batches)
+    cuts, asked = list[Draft](), list[float]()
+    rough = CutSearch.rough
+    monkeypatch.setattr(CutSearch, "rough", lambda self: cuts.extend(rough(self)) or cuts)
+    monkeypatch.setattr(CutSearch, "finer", lambda self, cuts, estimate_s: asked.append(estimate_s) or [])
+    monkeypatch.setattr(pipelines, "finer_meshes_of", lambda *_: [Mesh((("dp", 2), ("cp", 2)))])
+    search = PipelineSearch(SubmeshPlans(TasksByCount(task, 512)))
+    *_, [(_, best), *_] = search.plans(math.inf)
+    search._search.limits = replace(search._search.limits, mixed=False)
+    looked_at = len(cuts)
+    assert list(search.finer(best)) == []
+    used = {stage.mesh.axes for stage in best.plan.stages}
+    assert asked == [min(cut.step_s for cut in cuts if {mesh.axes for mesh in cut.used_meshes()} == used)]
+    assert len(cuts) == looked_at, "the first cuts are not made again"
