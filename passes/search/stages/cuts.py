@@ -164,8 +164,8 @@ class CutSearch:
         return plans
 
     def _lacking(self, drafts: Sequence[Draft], plans: Mapping[Mesh, PlansByCount], best_s: float) -> dict[Mesh, int]:
-        """Submeshes of good cuts in counts of microbatches that little is known of, as the only plan is at another count; and where
-        second plans are to be made. drafts: the best first."""
+        """Submeshes of good cuts in numbers of microbatches for which costs were taken from the only plan, at another count; and
+        the counts that second plans are to be made at. drafts: the best first."""
         lacking: dict[Mesh, int] = {}
         enough_s = best_s
         for draft in drafts:
