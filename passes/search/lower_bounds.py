@@ -6,13 +6,13 @@ pipelines that cannot fit or cannot win.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
-from autopar.ir.call import OpCall
+import numpy as np
+
 from autopar.ir.mesh import Mesh
-from autopar.ir.program import Program
 from autopar.ir.resting import of_program
 from autopar.passes.price.bills import is_kernel
 from autopar.passes.price.pricer import Pricer
@@ -70,33 +70,54 @@ def template_work_s(task: Task, rank: int = 0) -> dict[str, float]:
     }
 
 
-def least_busy_s(task: Task, mesh: Mesh) -> float:
-    """Seconds that a rank is busy with one microbatch of the whole program on one mesh at least: with every call for as long as
-    its products take, perfectly shared, or as the host needs to launch its kernels."""
-    pricer = task.pricers[mesh]
-    busy_s = 0.0
-    for ops, times in _ops(task.program):
-        products_s = sum(pricer.work_s(op, task.rules.rule(op)) for op in ops) / mesh.size
-        busy_s += times * max(products_s, _launched_s(ops, pricer))
-    return busy_s
+@dataclass(frozen=True, eq=False)
+class LeastWork:
+    """The least that the calls of one microbatch take on devices of a kind, (calls,) arrays.
+
+    products_s: device-seconds of their products, however these are sharded. passed_s: those of them that the next call waits
+    for, or the one before it in backward. launched_s: seconds that a host needs to launch their kernels.
+    """
+
+    products_s: np.ndarray
+    passed_s: np.ndarray
+    launched_s: np.ndarray
+
+    @classmethod
+    def of(cls, task: Task, rank: int = 0) -> LeastWork:
+        """The work of a task's calls. rank: on whose kind of device."""
+        pricer, program = task.pricers[Mesh((("dp", 1),), rank)], task.program
+        kinds = [(call.template, i in program.backward_calls) for i, call in enumerate(program.calls)]
+        of_kind = {kind: _least_work(task, pricer, *kind) for kind in dict.fromkeys(kinds)}
+        return cls(*np.array([of_kind[kind] for kind in kinds]).T)
+
+    def busy_s(self, ranks: int) -> np.ndarray:
+        """(calls,) seconds that every one of so many ranks is busy with a call at least: as long as its products take, perfectly
+        shared, or as the host needs to launch its kernels."""
+        return np.asarray(np.maximum(self.products_s / ranks, self.launched_s))
+
+    def pipeline_s(self, microbatches: int, ranks: int, size: int, sizes: Collection[int]) -> float:
+        """Seconds of a step of stages on submeshes of these sizes at least, one of them on `size` ranks, under any schedule.
+
+        All groups together have so many ranks. Some group computes the longest call for every microbatch, and a microbatch passes
+        all calls, one after another, forth and back.
+        """
+        least, most = min(sizes), max(sizes)
+        least_ranks_s = least * self.busy_s(least)
+        more_on_size_s = size * self.busy_s(size) - least_ranks_s
+        shared_s = (least_ranks_s.sum() + more_on_size_s.min()) / ranks
+        longest_s = self.busy_s(most).max()
+        return float(max(microbatches * max(shared_s, longest_s), self.passed_s.sum() / most))
 
 
-def host_s(task: Task, mesh: Mesh) -> float:
-    """Seconds that a host needs to launch the kernels of one microbatch of the whole program."""
-    pricer = task.pricers[mesh]
-    return sum(times * _launched_s(ops, pricer) for ops, times in _ops(task.program))
-
-
-def _ops(program: Program) -> Iterator[tuple[list[OpCall], int]]:
-    """The ops of every kind of call, and how many calls there are of it."""
-    kinds = Counter((call.template, i in program.backward_calls) for i, call in enumerate(program.calls))
-    for (name, has_backward), times in kinds.items():
-        template = program.templates[name]
-        yield [template.op_calls[n.name] for n in template.ops if has_backward or not phase_is_late(n)], times
-
-
-def _launched_s(ops: list[OpCall], pricer: Pricer) -> float:
-    return pricer.software.launch_host_s * sum(is_kernel(op.op) for op in ops)
+def _least_work(task: Task, pricer: Pricer, template: str, has_backward: bool) -> tuple[float, float, float]:
+    """products_s, passed_s and launched_s of one call."""
+    of = task.program.templates[template]
+    ops = [(n.meta["phase"], of.op_calls[n.name]) for n in of.ops if has_backward or not phase_is_late(n)]
+    by_phase: dict[str, float] = {}
+    for phase, op in ops:
+        by_phase[phase] = by_phase.get(phase, 0.0) + pricer.work_s(op, task.rules.rule(op))
+    launched_s = pricer.software.launch_host_s * sum(is_kernel(op.op) for _, op in ops)
+    return sum(by_phase.values()), by_phase.get("F", 0.0) + by_phase.get("B", 0.0), launched_s
 
 
 def least_step_s(task: Task) -> float:

@@ -41,8 +41,9 @@ class TasksByCount:
         return changed
 
     def counts(self) -> list[int]:
-        """The microbatch counts to try."""
-        return microbatch_counts(self.task, self.batch)
+        """The microbatch counts in which stages are tried: one, unless the options fix the number, and several."""
+        several = microbatch_counts(self.task, self.batch)
+        return several if self.task.options.microbatches is not None else sorted({1, *several})
 
 
 def microbatch_counts(task: Task, batch: int) -> list[int]:

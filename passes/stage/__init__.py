@@ -4,7 +4,7 @@
 Everything works on arrays of seconds and bytes.
 """
 
-from autopar.passes.stage.best_cut import solve_stages
+from autopar.passes.stage.best_cut import solve_stages, solve_stages_below
 from autopar.passes.stage.partition import additive_partition, min_max_partition
 from autopar.passes.stage.stage_problem import (
     StageChoice,
@@ -25,4 +25,5 @@ __all__ = [
     "evaluate",
     "min_max_partition",
     "solve_stages",
+    "solve_stages_below",
 ]

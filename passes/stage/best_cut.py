@@ -28,6 +28,22 @@ def solve_stages(
     every group and how they lie, for interleaved schedules (stages are alike then, and the answer is near the optimum,
     not proven). Raises InfeasibleError when no cut exists at any memory: too few devices or places to cut.
     """
+    cut = solve_stages_below(problem, np.inf, mixed=mixed, gap=gap, chunks=chunks, shape=shape)
+    assert cut is not None, "without a cutoff there is a cut or a shortage"
+    return cut
+
+
+def solve_stages_below(
+    problem: StageProblem,
+    cutoff_s: float,
+    *,
+    mixed: bool | None = None,
+    gap: float = 1e-6,
+    chunks: int = 1,
+    shape: str = "loop",
+) -> StageSolution | StageShortage | None:
+    """The same, where a cut that takes cutoff_s or more is of no interest: stages that may differ are then not looked for, and
+    None says that there are none which take less (or that fit)."""
     small, marks = condense(problem)
     usable = tuple(i for i, o in enumerate(small.options) if o.devices <= small.available[o.kind])
     if not usable:
@@ -39,7 +55,7 @@ def solve_stages(
     if chunks > 1:
         return _chunked(problem, small, marks, usable, chunks, shape, gap)
     if mixed:
-        return _mixed(problem, small, marks, usable, gap)
+        return _mixed(problem, small, marks, usable, gap, cutoff_s)
     alike = _uniform(replace(problem, weights_apart=False), replace(small, weights_apart=False), marks, usable, gap)
     return _read(problem, alike) if problem.weights_apart and isinstance(alike, StageSolution) else alike
 
@@ -79,8 +95,8 @@ def _shortage(best: StageSolution) -> StageShortage:
 
 
 def _mixed(
-    problem: StageProblem, small: StageProblem, marks: np.ndarray, usable: tuple[int, ...], gap: float
-) -> StageSolution | StageShortage:
+    problem: StageProblem, small: StageProblem, marks: np.ndarray, usable: tuple[int, ...], gap: float, cutoff_s: float
+) -> StageSolution | StageShortage | None:
     reduced = replace(small, options=tuple(small.options[i] for i in usable))
     devices = sum(
         n // min((o.devices for o in reduced.options if o.kind == k), default=n + 1)
@@ -95,7 +111,7 @@ def _mixed(
         runs = [(S, True) for S in range(1, most + 1)]
     best: StageSolution | None = None
     for S, exactly in runs:
-        cutoff = np.inf if best is None else best.total_s
+        cutoff = cutoff_s if best is None else best.total_s
         pieces = (fastest_apart if problem.weights_apart else fastest_mixed)(reduced, S, exactly, gap, cutoff)
         if pieces is not None:
             cut = evaluate(problem, _original(((i, j, usable[o]) for i, j, o in pieces), marks))
@@ -103,6 +119,8 @@ def _mixed(
     if best is not None:
         method = "apart" if problem.weights_apart else "mixed"
         return replace(best, bound_s=best.total_s * (1 - 2 * gap), method=method)
+    if np.isfinite(cutoff_s):
+        return None
     tries = [Mixed(reduced, S, exactly).least_memory() for S, exactly in runs]
     least = min((t for t in tries if t is not None), default=None, key=lambda t: t[0])
     if least is None:

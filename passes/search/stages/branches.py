@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-
-import numpy as np
+from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError
 from autopar.ir.mesh import Mesh
-from autopar.passes.account.calls import Units
 from autopar.passes.branch import BranchProblem, BranchSolution, SegmentOption, solve_branches
 from autopar.passes.lower.cut import Range
 from autopar.passes.search.lower_bounds import least_step_s
@@ -29,10 +26,9 @@ from autopar.passes.search.stages.plan_of_draft import DraftPlan, best_plan, ran
 from autopar.passes.search.stages.segment_chain import best_chain
 from autopar.passes.search.stages.segments import boundary_bytes, branches, segments, work_shares
 from autopar.passes.search.stages.submesh import (
-    PlansAtTwoCounts,
+    PlansByCount,
     SubmeshPlan,
     SubmeshPlans,
-    between,
     flight_rule,
     possible_schedules,
     two_counts,
@@ -101,35 +97,31 @@ class BranchSearch:
         counts = self.submeshes.tasks.counts()
         if not counts or least_step_s(self.task) >= self.best_s:
             return []
-        plans = self._plans(*two_counts(counts))
+        plans = self._plans(counts)
         drafts: list[Draft] = []
-        for M in counts if self.task.options.microbatches is not None or counts[0] == 1 else [1, *counts]:
+        for M in counts:
             task = self.submeshes.tasks.at(M)
-            draft = self._grouped(task, M, self._plans_at(plans, M), math.inf)
+            draft = self._grouped(task, M, [on_mesh.at(M) for on_mesh in plans], math.inf)
             drafts += [draft] if draft is not None else []
         return sorted(drafts, key=lambda draft: draft.step_s)
 
-    def _plans(self, low: int, high: int) -> PlansAtTwoCounts:
+    def _plans(self, counts: Sequence[int]) -> list[PlansByCount]:
         """Plans on all submeshes."""
-        pairs: list[tuple[SubmeshPlan, SubmeshPlan]] = []
+        low, high = two_counts(counts)
+        planned = (low, high) if low < high else tuple(dict.fromkeys((counts[0], high)))
+        plans: list[PlansByCount] = []
         meshes = self.limits.submeshes(self.task)
-        with self.submeshes.ahead([(M, mesh) for mesh in meshes for M in dict.fromkeys((high, low))]) as plans:
+        with self.submeshes.ahead([(M, mesh) for mesh in meshes for M in reversed(planned)]) as ahead:
             for mesh in meshes:
-                at_high = plans.on(high, mesh)
-                at_low = plans.on(low, mesh) if at_high is not None else None
-                if at_high is not None and at_low is not None:
-                    pairs.append((at_low, at_high))
-        return PlansAtTwoCounts(low, high, pairs)
-
-    def _plans_at(self, plans: PlansAtTwoCounts, M: int) -> list[SubmeshPlan]:
-        """Plans at M microbatches: interpolated; below the lower count guessed, or made where there is no second count."""
-        if plans.low <= M:
-            return plans.at(M)
-        if plans.low == plans.high:
-            return [plan for a, _ in plans.pairs if (plan := self.submeshes.on(M, a.mesh)) is not None]
-        at_low = self.submeshes.tasks.at(plans.low)
-        prologue = [i for i, call in enumerate(at_low.program.calls) if call.prologue and M == 1]
-        return [_in_larger_microbatches(a, plans.low, b, plans.high, M, prologue) for a, b in plans.pairs]
+                at: dict[int, SubmeshPlan] = {}
+                for M in reversed(planned):
+                    plan = ahead.on(M, mesh)
+                    if plan is None:
+                        break
+                    at[M] = plan
+                else:
+                    plans.append(self.submeshes.by_count(at, counts))
+        return plans
 
     def exact(self, rough: Draft, share: float, policy: str | None) -> Draft | None:
         """The best grouping at this M that fits in that share of the memory: on the draft's submeshes, or on any."""
@@ -213,21 +205,6 @@ def _option(plan: SubmeshPlan, span: Range, task: Task) -> SegmentOption:
         room * float(u.peak_bytes[first:last].max()),
         cluster.kind_starts.index(plan.mesh.offset),
     )
-
-
-def _in_larger_microbatches(
-    a: SubmeshPlan, low: int, b: SubmeshPlan, high: int, M: int, prologue: list[int]
-) -> SubmeshPlan:
-    """A guess about larger microbatches: nothing takes less than in small ones, or more than in proportion.
-
-    prologue: calls that there are only with several microbatches.
-    """
-    line = between(a, low, b, high, M)
-    guess = {}
-    for name in (f.name for f in fields(Units)):
-        small = getattr(a.units, name)
-        guess[name] = np.delete(np.clip(getattr(line.units, name), small, small * low / M), prologue)
-    return replace(line, units=Units(**guess))
 
 
 def _problem(task: Task, M: int, priced: PricedSegments, limit: float) -> BranchProblem:

@@ -9,7 +9,7 @@ most promising cuts in turn: planned at that count, within memory, and cut again
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,13 +20,14 @@ from autopar.ir.program import Program
 from autopar.passes.lower.cut import cut_points
 from autopar.passes.rules.per_axis import taken_by
 from autopar.passes.schedule import schedule_row
-from autopar.passes.search.lower_bounds import could_fit, host_s, least_busy_s, least_bytes, least_step_s
+from autopar.passes.search.lower_bounds import could_fit, least_bytes, least_step_s
 from autopar.passes.search.stages.draft import Draft
 from autopar.passes.search.stages.finer import finer_submeshes
 from autopar.passes.search.stages.limits import StageLimits, boundary_calls
 from autopar.passes.search.stages.submesh import (
     Axes,
-    PlansAtTwoCounts,
+    PlansAhead,
+    PlansByCount,
     SubmeshPlan,
     SubmeshPlans,
     flight_rule,
@@ -36,7 +37,7 @@ from autopar.passes.search.stages.submesh import (
     two_counts,
 )
 from autopar.passes.search.task import Task
-from autopar.passes.stage import StageProblem, StageShortage, evaluate, solve_stages
+from autopar.passes.stage import StageProblem, StageShortage, evaluate, solve_stages_below
 
 MOST_CHUNKED = 6
 """Cuts that are made again with several stages per group."""
@@ -44,6 +45,8 @@ _TIGHTER = (1.0, 0.85, 0.7)
 """Shares of the memory that submesh plans which recompute are planned for in turn, as no cut shares it out evenly."""
 _STAGE_GAP = 0.002
 """Relative distance to its bound at which a cut is good enough."""
+_NEAR = 1.25
+"""Seconds that are up to this many times others are near them."""
 _BUSY = 2.0
 """Submeshes that keep their devices busy this many times as long as the best one are left out."""
 
@@ -57,7 +60,7 @@ class CutSearch:
         self.limits = StageLimits.of(self.task)
         self.nearest: StageShortage | None = None
         self._least_bytes: dict[Program, tuple[float, float]] = {}
-        self._first_plans: PlansAtTwoCounts | None = None
+        self._first_plans: list[PlansByCount] = []
 
     # --- rough ----------------------------------------------------------------------------------------------------------
 
@@ -67,74 +70,128 @@ class CutSearch:
         resting, _ = least_bytes(task)
         if resting > task.room_bytes or least_step_s(task) >= self.best_s:
             return []
-        counts = self.submeshes.tasks.counts()
-        if not counts:
-            return []
-        self._first_plans = self._plans(self.limits.submeshes(task), *two_counts(counts), self.best_s)
-        return self._drafts(self._first_plans)
+        self._first_plans, drafts = self._cut_on(self.limits.submeshes(task), self.best_s)
+        return drafts
 
     def finer(self, cuts: Sequence[Draft], estimate_s: float) -> list[Draft]:
         """Cuts on finer meshes whose estimates are below estimate_s, best first. cuts: on the first meshes, best first."""
-        first, to_beat_s = self._first_plans, min(estimate_s, self.best_s)
+        to_beat_s = min(estimate_s, self.best_s)
         meshes = finer_submeshes(self.task, cuts)
-        if first is None or not meshes:
+        if not self._first_plans or not meshes:
             return []
-        self.submeshes.narrow(meshes, taken_by(plan.plan for pair in first.pairs for plan in pair))
-        plans = self._plans(meshes, first.low, first.high, to_beat_s)
-        return [draft for draft in self._drafts(plans) if draft.step_s < to_beat_s]
+        first = (plan.plan for plans in self._first_plans for plan in plans.planned.values())
+        self.submeshes.narrow(meshes, taken_by(first))
+        return [draft for draft in self._cut_on(meshes, to_beat_s)[1] if draft.step_s < to_beat_s]
 
-    def _drafts(self, plans: PlansAtTwoCounts) -> list[Draft]:
-        """Cuts on the submeshes of these plans for every number of microbatches, best first."""
+    def _cut_on(self, submeshes: Sequence[Mesh], best_s: float) -> tuple[list[PlansByCount], list[Draft]]:
+        """Plans on those of these submeshes that might win, and the cuts on them, best first. best_s: step time to beat."""
+        open_counts = {mesh: self._counts(mesh, submeshes, best_s) for mesh in submeshes}
+        for mesh, counts in open_counts.items():
+            if counts and mesh.size not in self.submeshes.planned_at:
+                self.submeshes.planned_at[mesh.size] = self._two_counts(mesh, counts)
+        pairs = {mesh: self.submeshes.planned_at[mesh.size] for mesh, counts in open_counts.items() if counts}
+        questions = [(pair[k], mesh) for k in (1, 0) for mesh, pair in pairs.items()]
+        with self.submeshes.ahead(list(dict.fromkeys(questions))) as ahead:
+            plans = self._at_high_counts(pairs, open_counts, best_s, ahead)
+            lacking = {mesh: pairs[mesh][0] for mesh, on_mesh in plans.items() if pairs[mesh][0] not in on_mesh.planned}
+            while True:
+                for mesh, M in lacking.items():
+                    second, first = ahead.on(M, mesh), plans.pop(mesh)
+                    if second is not None:
+                        plans[mesh] = self.submeshes.by_count({**first.planned, M: second}, first.counts)
+                in_order = [plans[mesh] for mesh in submeshes if mesh in plans]
+                drafts = self._drafts(in_order, best_s)
+                lacking = self._lacking(drafts, plans, best_s)
+                if not lacking:
+                    return in_order, drafts
+
+    def _counts(self, mesh: Mesh, submeshes: Sequence[Mesh], best_s: float) -> list[int]:
+        """The microbatch counts in which a pipeline with a stage on this one of the submeshes might take less than best_s."""
+        counts = self.submeshes.tasks.counts()
+        if len(self.limits.kinds) > 1:  # groups of a slow kind do less than their part
+            return counts
+        sizes = {other.size for other in submeshes} if self.limits.mixed else {mesh.size}
+        return [M for M in counts if self._least_s(M, mesh, sizes) < best_s]
+
+    def _two_counts(self, mesh: Mesh, counts: Sequence[int]) -> tuple[int, int]:
+        """The counts to plan at, of these. Where launches make the higher one take long anyway, one is enough, the largest that
+        takes little more than the best."""
+        least_s = {M: self._least_s(M, mesh, {mesh.size}) for M in counts}
+        near = [M for M in counts if least_s[M] <= _NEAR * min(least_s.values())]
+        low, high = two_counts(counts)
+        return (low, high) if high in near else (near[-1], near[-1])
+
+    def _least_s(self, M: int, mesh: Mesh, sizes: Collection[int]) -> float:
+        """Seconds of a step in M microbatches at least, with a stage on this mesh and others on submeshes of these sizes."""
+        least_s = self.submeshes.least_work(M).pipeline_s(M, self.task.cluster.size, mesh.size, sizes)
+        return self.task.pricers.least_step_s(least_s)
+
+    def _at_high_counts(
+        self,
+        pairs: Mapping[Mesh, tuple[int, int]],
+        open_counts: Mapping[Mesh, Sequence[int]],
+        best_s: float,
+        ahead: PlansAhead,
+    ) -> dict[Mesh, PlansByCount]:
+        """Plans at the higher counts of pairs on the submeshes that might win in one of the open counts."""
+        if len(self.limits.kinds) > 1:
+            best_s = math.inf
+        plans: dict[Mesh, PlansByCount] = {}
+        best_busy_s = math.inf
+        too_busy: set[Axes] = set()
+        for mesh, (low, high) in pairs.items():
+            if too_busy.intersection(_halves(mesh)):
+                too_busy.add(mesh.axes)
+                ahead.leave_out(high, mesh)
+                ahead.leave_out(low, mesh)
+                continue
+            at_high = ahead.on(high, mesh)
+            if at_high is None:
+                ahead.leave_out(low, mesh)
+                continue
+            on_mesh = self.submeshes.by_count({high: at_high}, open_counts[mesh])
+            busy_s, fewer = high * self._busy_s(at_high), max(high - min(on_mesh.counts), 0)
+            best_busy_s = min(best_busy_s, busy_s)
+            # Even as a pipeline without bubble, in any memory, with fewer microbatches to launch; or much longer than on the best
+            # submesh so far.
+            saved_s = fewer * float(on_mesh.launched_s.sum()) * mesh.size / self.task.cluster.size
+            if busy_s - saved_s < best_s and (busy_s <= _BUSY * best_busy_s or self.limits.mixed):
+                plans[mesh] = on_mesh
+                continue
+            ahead.leave_out(low, mesh)
+            if not self.limits.mixed:
+                too_busy.add(mesh.axes)
+        return plans
+
+    def _lacking(self, drafts: Sequence[Draft], plans: Mapping[Mesh, PlansByCount], best_s: float) -> dict[Mesh, int]:
+        """Submeshes of good cuts in numbers of microbatches for which costs were taken from the only plan, at another count; and
+        the counts that second plans are to be made at. drafts: the best first."""
+        lacking: dict[Mesh, int] = {}
+        enough_s = best_s
+        for draft in drafts:
+            M = draft.microbatches
+            if draft.step_s >= enough_s:
+                break
+            used = [plans[mesh] for mesh in draft.used_meshes()]
+            if all(M in on_mesh.planned for on_mesh in used):
+                enough_s = min(enough_s, _NEAR * draft.step_s)
+            for on_mesh in used:
+                if len(on_mesh.planned) == 1 and M not in on_mesh.planned:
+                    lacking.setdefault(on_mesh.mesh, M)
+        return lacking
+
+    def _drafts(self, plans: Sequence[PlansByCount], cutoff_s: float) -> list[Draft]:
+        """Cuts on these submeshes for every number of microbatches, best first; those that take cutoff_s are of no interest."""
         task, chunks = self.task, self.task.options.chunks
         drafts: list[Draft] = []
-        for M in self.submeshes.tasks.counts():
-            cuts = self._cuts(self.submeshes.tasks.at(M), M, plans.at(M), math.inf, chunks or 1)
+        for M in sorted({M for on_mesh in plans for M in on_mesh.counts}):
+            at_M = [on_mesh.at(M) for on_mesh in plans if M in on_mesh.counts]
+            cuts = self._cuts(self.submeshes.tasks.at(M), M, at_M, math.inf, chunks or 1, cutoff_s)
             drafts += [cut for cut in cuts if isinstance(cut, Draft)]
-        drafts += self._on_one_mesh(drafts)
+        drafts += self._on_one_mesh(drafts, cutoff_s)
         if chunks is None and task.options.schedule == "auto" and task.program.training:
             drafts += self._chunked(drafts)
         return sorted(drafts, key=lambda draft: draft.step_s)
-
-    def _plans(self, submeshes: Sequence[Mesh], low: int, high: int, best_s: float) -> PlansAtTwoCounts:
-        """Plans on those of these submeshes that might win. best_s: step time to beat."""
-        task, share = self.submeshes.tasks.at(high), 1 / self.task.cluster.size
-        if len(self.limits.kinds) > 1:  # groups of a slow kind do less than their part
-            best_s = math.inf
-        meshes = [
-            mesh
-            for mesh in submeshes
-            if low * least_busy_s(self.submeshes.tasks.at(low), mesh) * mesh.size * share < best_s
-        ]
-        pairs: list[tuple[SubmeshPlan, SubmeshPlan]] = []
-        best_busy_s = math.inf
-        too_busy: set[Axes] = set()
-        with self.submeshes.ahead([(M, mesh) for M in dict.fromkeys((high, low)) for mesh in meshes]) as plans:
-            high_plans: list[tuple[Mesh, SubmeshPlan]] = []
-            for mesh in meshes:
-                if too_busy.intersection(_halves(mesh)):
-                    too_busy.add(mesh.axes)
-                    plans.leave_out(high, mesh)
-                    plans.leave_out(low, mesh)
-                    continue
-                at_high = plans.on(high, mesh)
-                busy_s = self._busy_s(at_high) if at_high is not None else math.inf
-                best_busy_s = min(best_busy_s, busy_s)
-                # Even as a pipeline without bubble, in any memory, with fewer microbatches to launch; or much longer than on
-                # the best submesh so far.
-                launched_s = host_s(task, mesh) * mesh.size * share
-                if high * busy_s - (high - low) * launched_s >= best_s or (
-                    busy_s > _BUSY * best_busy_s and not self.limits.mixed
-                ):
-                    plans.leave_out(low, mesh)
-                    if at_high is not None and not self.limits.mixed:
-                        too_busy.add(mesh.axes)
-                elif at_high is not None:
-                    high_plans.append((mesh, at_high))
-            for mesh, at_high in high_plans:
-                at_low = plans.on(low, mesh)
-                if at_low is not None:
-                    pairs.append((at_low, at_high))
-        return PlansAtTwoCounts(low, high, pairs)
 
     def _busy_s(self, plan: SubmeshPlan) -> float:
         """Seconds per microbatch that a group is busy at best."""
@@ -142,7 +199,7 @@ class CutSearch:
         total = float(u.forward_s.sum() + u.backward_s.sum() + u.weights_s.sum())
         return total * plan.mesh.size / self.task.cluster.size
 
-    def _on_one_mesh(self, drafts: list[Draft]) -> list[Draft]:
+    def _on_one_mesh(self, drafts: list[Draft], cutoff_s: float) -> list[Draft]:
         """Cuts whose stages all have one of the meshes of a cut that has several: what values cost that go from mesh to mesh is
         known once a cut is lowered, so the cut that is best without may be the slower one."""
         alike: list[Draft] = []
@@ -153,7 +210,7 @@ class CutSearch:
                 if (draft.microbatches, mesh) not in seen:
                     seen.add((draft.microbatches, mesh))
                     [plan] = (plan for plan in draft.submesh_plans if plan.mesh == mesh)
-                    cuts = self._cuts(draft.task, draft.microbatches, [plan], math.inf, draft.chunks)
+                    cuts = self._cuts(draft.task, draft.microbatches, [plan], math.inf, draft.chunks, cutoff_s)
                     alike += [cut for cut in cuts if isinstance(cut, Draft)]
         return alike
 
@@ -211,17 +268,21 @@ class CutSearch:
     # --- both -----------------------------------------------------------------------------------------------------------
 
     def _cuts(
-        self, task: Task, M: int, plans: list[SubmeshPlan], share: float, chunks: int | None
+        self, task: Task, M: int, plans: list[SubmeshPlan], share: float, chunks: int | None, cutoff_s: float = math.inf
     ) -> Iterator[Draft | StageShortage]:
-        """The best cut on these submeshes for every number of stages per group, and where none fits, what is short."""
+        """The best cut on these submeshes for every number of stages per group, and where none fits, what is short. cutoff_s:
+        cuts that take as long are of no interest, unless they may become others in several stages per group."""
         for members, V, shape, mixed in self._problems(task, plans, M, chunks):
             of_members = tuple(plans[i] for i in members)
             problem = self.stage_problem(task, M, of_members, share, V)
             for aim in _aims(problem, mixed):
+                below_s = cutoff_s if aim is problem else math.inf
                 try:
-                    cut = solve_stages(aim, mixed=mixed, chunks=V, shape=shape, gap=_STAGE_GAP)
+                    cut = solve_stages_below(aim, below_s, mixed=mixed, chunks=V, shape=shape, gap=_STAGE_GAP)
                 except InfeasibleError:
                     break
+                if cut is None:
+                    continue
                 if isinstance(cut, StageShortage):
                     yield cut
                     break

@@ -48,7 +48,12 @@ def search_laid_out(submeshes: SubmeshPlans, layout: Layout, best_s: float) -> I
     def exact(rough: Draft, share: float, policy: str | None) -> Draft | None:
         return draft(rough.microbatches, share, policy)
 
-    roughs = [rough for M in submeshes.tasks.counts() if (rough := draft(M, 0.0, None)) is not None]
+    one, *several = submeshes.tasks.counts()
+    roughs = [rough for M in several or [one] if (rough := draft(M, 0.0, None)) is not None]
+    fewest = min(roughs, key=lambda rough: rough.step_s, default=None)
+    if several and fewest is not None and fewest.microbatches == several[0]:
+        in_one = draft(one, 0.0, None)
+        roughs += [in_one] if in_one is not None else []
     best: DraftPlan | None = None
     for rough in sorted(roughs, key=lambda rough: rough.step_s)[:MOST_TRIED]:
         plan = best_plan(exact, rough, best_s)

@@ -24,6 +24,7 @@ from autopar.passes.lower.repeats import Shortened, shortened, whole
 from autopar.passes.lower.stage import lower_stage
 from autopar.passes.rules.per_axis import PerAxis
 from autopar.passes.schedule import schedule_row, tried_by_default
+from autopar.passes.search.lower_bounds import LeastWork
 from autopar.passes.search.microbatches import TasksByCount
 from autopar.passes.search.one_mesh.joint import JointSearch
 from autopar.passes.search.one_mesh.within_memory import joint_on, solution_of
@@ -40,6 +41,9 @@ Axes = tuple[tuple[str, int], ...]
 
 _CLOSE = 0.01
 """Relative distance to its bound at which a plan for a submesh is good enough."""
+_MORE = 1.15
+"""Calls are taken to cost this many times what they cost at least, where that is all that is known: beside launches, passes over
+parameters and latencies do not become shorter in smaller microbatches."""
 _JOINT_CLOSE, _PRICE_CLOSE = 0.02, 1e-3
 """The same where recompute is chosen with it, and for the sharding at each price of that search."""
 
@@ -55,14 +59,20 @@ class SubmeshPlan:
 
 
 class SubmeshPlans:
-    """Plans of the whole program on submeshes; each is made once. tasks: of the request, by microbatch count."""
+    """Plans of the whole program on submeshes; each is made once.
+
+    tasks: of the request, by microbatch count. planned_at: by ranks of a submesh the two counts that the first search for cuts
+    chose, so that what later ones estimate lies on the same lines.
+    """
 
     def __init__(self, tasks: TasksByCount) -> None:
         self.tasks = tasks
+        self.planned_at: dict[int, tuple[int, int]] = {}
         self._plans: dict[tuple[int, Mesh, float, str], SubmeshPlan | None] = {}
         self._joints: dict[tuple[int, Mesh], tuple[Task, JointSearch]] = {}
         self._shortened: dict[Program, Shortened] = {}
         self._per_axis: dict[Axes, PerAxis] = {}
+        self._least_work: dict[Program, LeastWork] = {}
 
     @property
     def task(self) -> Task:
@@ -73,6 +83,7 @@ class SubmeshPlans:
         """The same plans; what is replaced in the copy does not matter to the original."""
         copy = SubmeshPlans(self.tasks.copy())
         copy._plans = dict(self._plans)
+        copy.planned_at = dict(self.planned_at)
         copy._per_axis = dict(self._per_axis)
         return copy
 
@@ -100,10 +111,14 @@ class SubmeshPlans:
             budget = share * groups * task.limit_at(mesh)
             held = task.sharing(for_rows(mesh, rows_of(task.program), task.options.rebalance))
             per_axis = self._per_axis.get(mesh.axes)
+            anyhow, setting = self._plans.get((M, mesh, 0.0, policy)), _first_stage(task, groups)
+            if anyhow is not None and setting == _first_stage(task, 1) and anyhow.solution.memory <= budget:
+                self._plans[key] = anyhow
+                return anyhow
             if policy == "auto":
                 solved = _by_joint(self._joint(task, M, held, groups, per_axis), budget)
             else:
-                solved = _by_policy(task.on(held, _first_stage(task, groups), per_axis), budget, policy)
+                solved = _by_policy(task.on(held, setting, per_axis), budget, policy)
             self._plans[key] = _measured(task, self._short(task), held, *solved) if solved is not None else None
         return self._plans.get(key)
 
@@ -118,6 +133,19 @@ class SubmeshPlans:
     def keep(self, M: int, mesh: Mesh, plan: SubmeshPlan | None) -> None:
         """Remember a plan in any memory that another process made."""
         self._plans[M, mesh, 0.0, self._policy()] = plan
+
+    def least_work(self, M: int) -> LeastWork:
+        """The work of the calls of one of M microbatches on devices of the first kind."""
+        task = self.tasks.at(M)
+        if task.program not in self._least_work:
+            self._least_work[task.program] = LeastWork.of(task)
+        return self._least_work[task.program]
+
+    def by_count(self, planned: Mapping[int, SubmeshPlan], counts: Sequence[int]) -> PlansByCount:
+        """Plans on one submesh, and what they say of other microbatch counts. planned: by count."""
+        program = self.tasks.at(max(*planned, *counts)).program
+        prologue = tuple(i for i, call in enumerate(program.calls) if call.prologue)
+        return PlansByCount(planned, tuple(counts), self.least_work(min(planned)).launched_s, prologue)
 
     def _policy(self) -> str:
         """The recompute policy that the options force, or "none"."""
@@ -156,7 +184,9 @@ class PlansAhead:
         self._submeshes, self._plans, self._place = submeshes, plans, place
 
     def on(self, M: int, mesh: Mesh) -> SubmeshPlan | None:
-        """The plan for M microbatches on one submesh; None where nothing fits."""
+        """The plan for M microbatches on one submesh, asked for ahead or not; None where nothing fits."""
+        if (M, mesh) not in self._place:
+            return self._submeshes.on(M, mesh)
         plan = self._plans[self._place[M, mesh]]
         self._submeshes.keep(M, mesh, plan)
         return plan
@@ -206,30 +236,79 @@ def _measured(task: Task, short: Shortened, mesh: Mesh, plan: StagePlan, solutio
 
 
 @dataclass(frozen=True)
-class PlansAtTwoCounts:
-    """Plans on the same submeshes at a low and a high microbatch count, to interpolate between."""
+class PlansByCount:
+    """Plans on one submesh at one or two microbatch counts, and what they say of others.
 
-    low: int
-    high: int
-    pairs: list[tuple[SubmeshPlan, SubmeshPlan]]
+    planned: by count. counts: those that are looked at. launched_s: (calls,) seconds that a host needs to launch the kernels of
+    a microbatch at the lower one; prologue: calls that there are only with several microbatches.
+    """
 
-    def at(self, M: int) -> list[SubmeshPlan]:
-        """The plans with their costs at M microbatches."""
-        return [between(a, self.low, b, self.high, M) for a, b in self.pairs]
+    planned: Mapping[int, SubmeshPlan]
+    counts: tuple[int, ...]
+    launched_s: np.ndarray
+    prologue: tuple[int, ...] = ()
+
+    @property
+    def mesh(self) -> Mesh:
+        """The submesh."""
+        return next(iter(self.planned.values())).mesh
+
+    def at(self, M: int) -> SubmeshPlan:
+        """The plan with its costs at M microbatches: as it was planned so; between two counts and above them on a line in 1/M;
+        below them within what larger microbatches can take; with one count what it takes at least, and a little more."""
+        if M in self.planned:
+            return self.planned[M]
+        low, high = min(self.planned), max(self.planned)
+        if low == high:
+            return self._with_calls(at_another(self.planned[low], low, self.launched_s, M), low, M)
+        at_low = self._with_calls(self.planned[low], low, high)
+        costs = between(at_low, low, self.planned[high], high, M)
+        if low > M:
+            costs = _in_larger_microbatches(costs, at_low, low / M)
+        return self._with_calls(costs, high, M)
+
+    def _with_calls(self, plan: SubmeshPlan, count: int, M: int) -> SubmeshPlan:
+        """A plan of the program in one number of microbatches with the calls that there are in M."""
+        if not self.prologue or (count > 1) == (M > 1):
+            return plan
+        calls = len(plan.units.forward_s) + (len(self.prologue) if count == 1 else 0)
+        kept = np.delete(np.arange(calls), self.prologue)
+        if M == 1:
+            return replace(plan, units=plan.units.at(kept.tolist()))
+        rows = {f.name: np.zeros(calls) for f in fields(Units)}
+        for name, row in rows.items():
+            row[kept] = getattr(plan.units, name)
+        return replace(plan, units=Units(**rows))
 
 
-def two_counts(counts: list[int]) -> tuple[int, int]:
-    """The counts to plan at: a quarter of the way from either end."""
-    return counts[len(counts) // 4], counts[(3 * len(counts)) // 4]
+def two_counts(counts: Sequence[int]) -> tuple[int, int]:
+    """The counts to plan at: a quarter of the way from either end of those of several microbatches, where there are any."""
+    several = [M for M in counts if M > 1] or counts
+    return several[len(several) // 4], several[(3 * len(several)) // 4]
+
+
+def at_another(plan: SubmeshPlan, count: int, launched_s: np.ndarray, M: int) -> SubmeshPlan:
+    """The plan with what its calls are taken to cost at M microbatches, from one other count: a little more than if they were in
+    proportion to a microbatch, but for what a host needs to launch. launched_s: (calls,) of a microbatch."""
+    u, scale = plan.units, count / M
+    seconds = np.maximum(u.forward_s + u.backward_s + u.weights_s, 1e-30)
+    fixed = np.minimum(launched_s / seconds, 1.0)
+    share = np.maximum(fixed, scale) if scale < 1 else fixed + (1 - fixed) * scale
+    parts = {name: _MORE * share * getattr(u, name) for name in ("forward_s", "backward_s", "weights_s")}
+    return replace(plan, units=replace(u, **parts, boundary_s=u.boundary_s * min(scale, 1.0)))
+
+
+def _in_larger_microbatches(line: SubmeshPlan, small: SubmeshPlan, scale: float) -> SubmeshPlan:
+    """A guess about larger microbatches: nothing takes less than in small ones, or more than in proportion. line: what the law
+    of other counts says; scale: how many times as large."""
+    costs = {f.name: (getattr(line.units, f.name), getattr(small.units, f.name)) for f in fields(Units)}
+    units = Units(**{name: np.clip(guess, least, least * scale) for name, (guess, least) in costs.items()})
+    return replace(line, units=units)
 
 
 def between(a: SubmeshPlan, low: int, b: SubmeshPlan, high: int, M: int) -> SubmeshPlan:
     """The plan with the costs of its calls at M microbatches, from two other counts: a fixed part and a part that is
     proportional to 1/M."""
-    if low == high or high == M:
-        return b
-    if low == M:
-        return a
     t = (1 / M - 1 / high) / (1 / low - 1 / high)
 
     def mix(x: np.ndarray, y: np.ndarray) -> np.ndarray:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import autopar
 from autopar.capture.build import capture_program
-from autopar.cluster import ClusterSpec
+from autopar.cluster import ClusterSpec, resized
 from autopar.ir.mesh import Mesh
 from autopar.ir.schedules import SCHEDULES
 from autopar.ir.setting import Setting
@@ -20,7 +21,7 @@ from autopar.passes.lower.cut import cut
 from autopar.passes.memory.walk import action_bytes
 from autopar.passes.recompute.least_held import least_held_bytes
 from autopar.passes.rules.book import RuleBook
-from autopar.passes.search.lower_bounds import could_fit, least_busy_s, least_bytes
+from autopar.passes.search.lower_bounds import LeastWork, could_fit, least_bytes
 from autopar.passes.search.microbatches import TasksByCount
 from autopar.passes.search.stages.submesh import SubmeshPlans
 from autopar.passes.search.task import Task
@@ -44,7 +45,7 @@ def test_no_rank_is_busy_for_less_than_the_bound(width: int, mesh: Mesh) -> None
     task = Task(captured.program, ClusterSpec.preset("dgx-h100"), rules, Setting(2), Options(microbatches=2), batches)
     plan = SubmeshPlans(TasksByCount(task, 2 * width)).on(2, mesh)
     assert plan is not None
-    units, least_s = plan.units, least_busy_s(task, mesh)
+    units, least_s = plan.units, float(LeastWork.of(task).busy_s(mesh.size).sum())
     busy_s = float(sum(seconds.sum() for seconds in (units.forward_s, units.backward_s, units.weights_s)))
     assert 0.2 * busy_s < least_s <= busy_s * (1 + 1e-9)
 
@@ -89,3 +90,29 @@ def test_no_pipeline_peaks_below_the_bound(schedule: str, seed: int) -> None:
     bound = least_bytes(task)
     assert could_fit(task, bound, room, counts)
     assert not could_fit(task, bound, [0.1 * nbytes for nbytes in room], counts)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-auto", *IN_A_LOOP, *IN_A_V])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_pipeline_takes_less_than_the_bound(schedule: str, seed: int) -> None:
+    """Random cuts on random meshes, in one microbatch and in several."""
+    cluster = resized(ClusterSpec.preset("dgx-h100"), 4)
+    for base in (on_ranks("llama", 4, 1), on_ranks("llama", 4, 4)):
+        there = replace(base, request=replace(base.request, cluster=cluster))
+        made = there.with_plan(autopar.random_plan(there, seed, pp=2, schedule=schedule, pieces=1))
+        M, sizes = made.plan.microbatches, {stage.mesh.size for stage in made.plan.stages}
+        task = Task(made.ir, cluster, made.rules, made.setting, Options(), None)  # type: ignore[arg-type]
+        work = LeastWork.of(task)
+        bounds_s = [work.pipeline_s(M, 4, size, sizes) for size in sizes]
+        assert 0 < max(bounds_s) <= made.account.step_time_s
+
+
+def test_the_bound_is_what_a_pipeline_without_waste_takes() -> None:
+    """Products that all ranks share, launches of every group, the longest call, and a microbatch on its way there and back."""
+    work = LeastWork(np.array([8.0, 4.0]), np.array([6.0, 3.0]), np.array([1.0, 1.0]))
+    assert work.pipeline_s(4, 4, 2, {2}) == 4 * max((8 + 4) / 4, 4), "the longest call, on two ranks"
+    assert work.pipeline_s(1, 4, 1, {1}) == 6 + 3, "one microbatch passes one rank after another"
+    launched = replace(work, launched_s=np.array([9.0, 9.0]))
+    assert launched.pipeline_s(2, 4, 2, {2}) == 2 * 18 * 2 / 4
+    assert launched.pipeline_s(2, 4, 2, {1, 2}) == 2 * max((9 + 9 + 9) / 4, 9), "one call at least is on two ranks"

@@ -146,6 +146,7 @@ FORCED: dict[str, dict[str, Any]] = {
     "tp=2": {"mesh": {"dp": 2, "tp": 2}},
     "zero1": {"strategy": "zero1"},
     "two stages": {"pp": 2, "microbatches": 2},
+    "two stages in one microbatch": {"pp": 2, "microbatches": 1},
 }
 LARGER = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "moe", "t5", "resnet", "recommender")]
 

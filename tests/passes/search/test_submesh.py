@@ -16,7 +16,7 @@ from autopar.options import Options
 from autopar.passes.account.calls import Units
 from autopar.passes.search.microbatches import TasksByCount, microbatch_counts
 from autopar.passes.search.stages.limits import StageLimits, boundary_calls
-from autopar.passes.search.stages.submesh import SubmeshPlan, between, option_of, two_counts
+from autopar.passes.search.stages.submesh import PlansByCount, SubmeshPlan, between, option_of, two_counts
 
 
 def task(ranks: int = 4, **options: Any) -> Any:
@@ -65,7 +65,9 @@ def test_the_odd_part_of_all_ranks_lies_in_the_submeshes_or_in_their_number() ->
 
 def test_two_counts_are_planned_a_quarter_from_either_end() -> None:
     assert two_counts([2, 4, 8, 16, 32, 64]) == (4, 32)
+    assert two_counts([1, 2, 4, 8, 16, 32, 64]) == (4, 32)
     assert two_counts([3]) == (3, 3)
+    assert two_counts([1]) == (1, 1)
 
 
 def test_a_fixed_count_needs_no_other_task() -> None:
@@ -73,6 +75,7 @@ def test_a_fixed_count_needs_no_other_task() -> None:
     tasks = TasksByCount(fixed, 8)
     assert tasks.counts() == [4]
     assert tasks.at(4) is fixed
+    assert TasksByCount(task(), 8).counts() == [1, 2, 4, 8]
 
 
 def test_what_a_copy_prices_with_does_not_matter_to_the_original() -> None:
@@ -160,14 +163,42 @@ def plan(mesh: Mesh, cost: np.ndarray) -> SubmeshPlan:
     return SubmeshPlan(mesh, None, units, None)  # type: ignore[arg-type]
 
 
+def by_count(planned: dict[int, SubmeshPlan], launched_s: float = 0.0, prologue: tuple[int, ...] = ()) -> PlansByCount:
+    calls = len(next(iter(planned.values())).units.forward_s)
+    return PlansByCount(planned, tuple(planned), np.full(calls, launched_s), prologue)
+
+
 def test_costs_between_two_counts_are_a_fixed_part_and_a_part_per_microbatch() -> None:
     fixed, shared, mesh = np.array([1.0, 0.0, 3.0]), np.array([8.0, 16.0, 0.0]), Mesh.of(dp=2)
     at = {M: plan(mesh, fixed + shared / M) for M in (2, 4, 8, 16)}
+    plans = by_count({16: at[16], 2: at[2]})
     for M in (2, 4, 8, 16):
-        np.testing.assert_allclose(between(at[2], 2, at[16], 16, M).units.forward_s, at[M].units.forward_s)
-    assert between(at[2], 2, at[16], 16, 2) is at[2]
-    assert between(at[2], 2, at[16], 16, 16) is at[16]
-    assert between(at[2], 2, at[2], 2, 8) is at[2], "with one count there is nothing between"
+        np.testing.assert_allclose(plans.at(M).units.forward_s, at[M].units.forward_s)
+    assert (plans.at(2), plans.at(16)) == (at[2], at[16])
+
+
+def test_costs_below_both_counts_are_within_what_larger_microbatches_can_take() -> None:
+    at_2, at_8 = plan(Mesh.of(dp=2), np.array([4.0, 4.0, 1.0])), plan(Mesh.of(dp=2), np.array([1.0, 5.0, 0.0]))
+    np.testing.assert_allclose(by_count({8: at_8, 2: at_2}).at(1).units.forward_s, [8.0, 4.0, 2.0])
+
+
+def test_from_one_count_alone_costs_are_in_proportion_but_for_launches() -> None:
+    """A microbatch of a quarter takes no less than its launches; one of four times as much has them once."""
+    plans = by_count({4: plan(Mesh.of(dp=2), np.array([4.0, 1.0]))}, launched_s=3.0)
+    at_16, at_1 = (plans.at(M).units.forward_s / (1 + 0.15) for M in (16, 1))
+    np.testing.assert_allclose(at_16, [1.0, 1.0])
+    np.testing.assert_allclose(at_1, [1.0 + 4 * 3.0, 1.0])
+
+
+def test_calls_that_only_several_microbatches_have_come_and_go() -> None:
+    """One microbatch has no prologue; what was planned for it says nothing of one."""
+    mesh = Mesh.of(dp=2)
+    from_four = by_count({4: plan(mesh, np.array([1.0, 2.0, 3.0]))}, prologue=(1,)).at(1)
+    assert len(from_four.units.forward_s) == len(from_four.units.boundary_s) == 2
+    from_one = PlansByCount({1: plan(mesh, np.array([1.0, 3.0]))}, (1, 4), np.full(2, 9.0), (1,)).at(4)
+    np.testing.assert_allclose(from_one.units.resting_bytes, [1.0, 0.0, 3.0])
+    both = by_count({4: plan(mesh, np.ones(3)), 1: plan(mesh, np.ones(2))}, prologue=(1,))
+    assert len(both.at(2).units.forward_s) == 3
 
 
 def test_no_cost_falls_below_nothing() -> None:
