@@ -110,7 +110,8 @@ def least_bill(
         kernels = max(work.launches, launches(cut, planned.template))
         works.append(replace(work, launches=kernels, messages={_WHOLE: exposed_s} if exposed_s > 0 else {}))
     host_s = sum(software.launch_host_s * work.launches + work.host_s for work in works)
-    return CallBill(*works, host_s)
+    F, B, W = works
+    return CallBill(F, B, W, host_s)
 
 
 def _cut_s(in_order: Function, pieces: Function, planned: PlannedTemplate) -> float:
