@@ -150,7 +150,7 @@ class _Settings:
                 break
 
     def _with_best_x(self, start: Sequence[GreedySetting]) -> list[GreedySetting]:
-        """Those settings whose x is best with the numbers that stand first and in the middle."""
+        """The settings whose x is best with the numbers that stand first and in the middle."""
         for x in dict.fromkeys(setting.x for setting in start):
             alike = [setting for setting in start if setting.x == x]
             self._score(alike[0])
