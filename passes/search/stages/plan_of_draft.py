@@ -88,9 +88,11 @@ def best_plan(exact: Exact, rough: Draft, best_s: float) -> DraftPlan | None:
 def plan_that_fits(exact: Exact, in_memory: DraftInMemory, best_s: float) -> DraftPlan | None:
     """The draft as a plan that fits and takes less than best_s; where its peak is too high, made again in a smaller share of
     the memory."""
-    share, draft = SHARE, in_memory.draft
+    share, draft, lowered = SHARE, in_memory.draft, None
     for _ in range(MOST_SHARES):
-        result = _planned(draft, best_s)
+        plan = _plan_of(draft)
+        if plan != lowered:  # else a smaller share changed the estimate alone
+            lowered, result = plan, _scheduled(draft, plan, best_s)
         if isinstance(result, PricedPlan):
             return DraftPlan(draft, result)
         if result == math.inf:
@@ -103,9 +105,8 @@ def plan_that_fits(exact: Exact, in_memory: DraftInMemory, best_s: float) -> Dra
     return None
 
 
-def _planned(draft: Draft, useless_from_s: float) -> PricedPlan | float:
-    """The draft as a plan under its best schedule; or how full its fullest group is at least under one that is fast enough
-    (over 1; infinite where none is)."""
+def _plan_of(draft: Draft) -> Plan:
+    """The draft as a plan that has no schedule yet."""
     task, pieces = draft.task, draft.solution.stages
     ranges = [(s.start, s.end) for s in pieces]
     offsets: dict[int, int] = {}
@@ -119,7 +120,7 @@ def _planned(draft: Draft, useless_from_s: float) -> PricedPlan | float:
         mesh = Mesh(whole.mesh.axes, offsets[s])
         parameters = with_owners({n: whole.plan.parameters[n] for n in part.parameters}, part, mesh, task.setting)
         stages.append(StagePlan(ranges[s], mesh, {n: whole.plan.templates[n] for n in part.templates}, parameters))
-    plan = Plan(
+    return Plan(
         task.program.fingerprint,
         task.cluster.fingerprint(),
         task.cluster.size,
@@ -129,11 +130,17 @@ def _planned(draft: Draft, useless_from_s: float) -> PricedPlan | float:
         "solver",
         gradient_compression=task.options.gradient_compression or "",
     )
+
+
+def _scheduled(draft: Draft, plan: Plan, useless_from_s: float) -> PricedPlan | float:
+    """The draft's plan under its best schedule; or how full its fullest group is at least under one that is fast enough (over 1;
+    infinite where none is)."""
+    task = draft.task
     outlined = OutlinedPlan.of(task, plan)
     result = scheduled(outlined, draft, useless_from_s)
     if isinstance(result, PricedPlan) or result == math.inf or not may_be(task):
         return result
-    names = frozenset(task.program.trained) if any(stage.mesh.size > 1 for stage in stages) else frozenset()
+    names = frozenset(task.program.trained) if any(stage.mesh.size > 1 for stage in plan.stages) else frozenset()
     again = scheduled(outlined.reducing(task, names), draft, useless_from_s) if names else math.inf
     return again if isinstance(again, PricedPlan) else min(result, again)
 

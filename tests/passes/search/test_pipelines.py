@@ -18,7 +18,7 @@ from autopar import ClusterSpec, Options, ParallelProgram
 from autopar.ir.mesh import Mesh
 from autopar.passes.batch.microbatches import Microbatches
 from autopar.passes.search.microbatches import TasksByCount
-from autopar.passes.search.stages import pipelines
+from autopar.passes.search.stages import pipelines, plan_of_draft
 from autopar.passes.search.stages.cuts import CutSearch
 from autopar.passes.search.stages.draft import Draft
 from autopar.passes.search.stages.pipelines import PipelineSearch, _promising, estimate_to_beat_s
@@ -230,3 +230,28 @@ def test_finer_meshes_are_held_against_the_estimate_of_the_best_plan(monkeypatch
     used = {stage.mesh.axes for stage in best.plan.stages}
     assert asked == [min(cut.step_s for cut in cuts if {mesh.axes for mesh in cut.used_meshes()} == used)]
     assert len(cuts) == looked_at, "the first cuts are not made again"
+
+
+def test_a_smaller_share_of_the_memory_that_leaves_the_plan_as_it_is_is_not_lowered_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Drafts are here the plans that they are; the plan "b" fits."""
+    lowered: list[Any] = []
+    drafts = iter(("a", "b"))
+
+    def scheduled(draft: Any, plan: Any, _: float) -> Any:
+        lowered.append(plan)
+        return 1.1 if plan == "a" else math.inf
+
+    monkeypatch.setattr(plan_of_draft, "_plan_of", lambda draft: draft.plan)
+    monkeypatch.setattr(plan_of_draft, "_scheduled", scheduled)
+    shares: list[float] = []
+
+    def exact(rough: Any, share: float, policy: str | None) -> Any:
+        shares.append(share)
+        return SimpleNamespace(plan=next(drafts), step_s=1.0)
+
+    first: Any = DraftInMemory(SimpleNamespace(), "none", SimpleNamespace(plan="a", step_s=1.0))
+    assert plan_of_draft.plan_that_fits(exact, first, 2.0) is None
+    assert lowered == ["a", "b"]
+    assert shares == pytest.approx([0.95 * 0.97 / 1.1, 0.95 * (0.97 / 1.1) ** 2]), "the memory shrinks all the same"
