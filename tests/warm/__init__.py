@@ -3,7 +3,7 @@
 `python()` is the path of an executable that takes what Python takes (`-u`, `-c TEXT`, `-m MODULE`, FILE, arguments). To
 a test of ours a process of it differs in nothing from a fresh one: argv, environment, working directory, streams,
 signals, namespaces, `sys.path` and exit status are the caller's, and nothing of autopar is imported. What it compiles to
-bytecode is kept for the others until the tests end, by what the source says, wherever it lies. Behind it stands one server
+bytecode is kept for the others in `build`, by what the source says, wherever it lies. Behind it stands one server
 per test process, which imports torch once and forks; the executable is a client, which hands over its streams, passes
 signals on and ends as the fork ends. In the fork it is `sys.executable`, so torchrun starts ranks by it too.
 

@@ -182,7 +182,8 @@ def _run(arguments: list[str], path: list[str]) -> int:
 
 
 def keep_bytecode(folder: Path) -> None:
-    """Modules are known by what their source says, not by where it lies: every program has a copy of the runtime."""
+    """Modules are known by what their source says, not by where it lies: every program has a copy of the runtime. What is kept
+    serves later tests too."""
 
     def get_code(loader: importlib.machinery.SourceFileLoader, name: str) -> types.CodeType:
         path = loader.get_filename(name)
@@ -193,13 +194,13 @@ def keep_bytecode(folder: Path) -> None:
         except (OSError, EOFError, ValueError):
             code = loader.source_to_code(data, path)
             with contextlib.suppress(OSError):
-                own = folder / f"{os.getpid()}"
+                own = folder / f"{os.getpid()}-{threading.get_ident()}"
                 own.write_bytes(marshal.dumps(code))
                 own.rename(kept)
         _imp._fix_co_filename(code, path)
         return code
 
-    folder.mkdir()
+    folder.mkdir(parents=True, exist_ok=True)
     importlib.machinery.SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
 
 
@@ -227,5 +228,5 @@ def prepare() -> None:
 
 if __name__ == "__main__":
     prepare()
-    keep_bytecode(Path(sys.argv[2]).with_name("bytecode"))
+    keep_bytecode(Path(__file__).parents[2] / "build" / f"bytecode-{sys.implementation.cache_tag}")
     Server(socket.socket(fileno=int(sys.argv[1])), sys.argv[2]).run()
