@@ -124,11 +124,7 @@ def test_experts_over_ranks_that_share_a_batch_are_named() -> None:
 @pytest.mark.parametrize(
     ("row", "changed", "differences"),
     [
-        (
-            "bloom_176B_production",
-            {"recompute": "none"},
-            ["tensor parallelism with the sequence cut between products"],
-        ),
+        ("bloom_176B_production", {"recompute": "none"}, ["tensor parallelism with the sequence cut between products"]),
         ("dgxc_v25.02_nemotron4-15b-bf16_2048", {}, []),
         ("zb-t6-28.3B-zb-v-p32-b2-m128", {}, [CUT]),
         ("zb-t6-28.3B-zb-v-p32-b2-m128", {"schedule": "zb-1p"}, ["schedule zb-1p as zb-h1", CUT]),
