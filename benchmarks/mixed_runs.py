@@ -156,6 +156,7 @@ class MixedRow:
             reduce_bytes=4.0,
             copy_bytes=width,
             late_reduction=True,
+            regathers=False,
             constants=constants if self.source == "AMP" else replace(constants, dense_host_s=3.2e-3),
         )
 

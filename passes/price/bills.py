@@ -89,7 +89,7 @@ def _function_work(
         return NOTHING
     held = function.local_bytes(pricer.mesh)
     launch_s, run = pricer.device.launch_overhead_s, as_run(function, beside)
-    between_s = launch_s if pricer.software.is_emitted else 0.0  # frameworks' are fitted with their passes
+    between_s = launch_s if pricer.software.kernels == "apart" else 0.0  # else passes are fitted with it
     computed_s = apart_s = host_s = 0.0
     launched, cast = 0, set[str]()
     op_s, clock = op_seconds(plan, template, pricer, rules), LinkClock(pricer.least_exposed)
