@@ -6,15 +6,18 @@ allow and once in one. Each plan is then lowered and accounted for as any other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from autopar.errors import AutoparError
+from autopar.ir.mesh import Mesh
 from autopar.passes.account.program import Account
 from autopar.passes.search.by_microbatch import smallest
 from autopar.passes.search.microbatches import microbatch_counts
 from autopar.passes.search.one_mesh.joint import JointSearch
-from autopar.passes.search.one_mesh.within_memory import candidate_at, joint_on
+from autopar.passes.search.one_mesh.within_memory import candidate_at, joint_on, tighter_room
 from autopar.passes.search.task import Task, account_of
 from autopar.passes.shard.meshes import candidate_meshes
 from autopar.passes.shard.priced_plan import PricedPlan
@@ -44,14 +47,21 @@ def smallest_plans(task: Task, batch: int) -> Iterator[SmallPlan]:
         task = task.changed(options=replace(task.options, recompute="none"))
     for owner in [*_in_most_microbatches(task, batch), task]:
         for mesh in map(owner.sharing, candidate_meshes(task.cluster, task.options, rows=rows_of(owner.program))):
-            try:
-                joint = joint_on(owner, mesh)
-                joint.within(0.0)
-                point = joint.smallest_so_far
-                candidate = candidate_at(owner, point, point.seconds)
-            except AutoparError:  # a batch too small for this mesh, tiers too small
-                continue
-            yield SmallPlan(owner, joint, smallest(owner, candidate))
+            with suppress(AutoparError):  # a batch too small for this mesh, tiers too small
+                yield _smallest_on(owner, mesh)
+
+
+def _smallest_on(task: Task, mesh: Mesh, room_bytes: float = math.inf) -> SmallPlan:
+    """The smallest plan of a mesh; where what an op reads and makes does not fit, one in which this takes less. room_bytes: what
+    an op may read and make. Raises AutoparError where there is none."""
+    joint = joint_on(task, mesh, room_bytes=room_bytes)
+    joint.within(0.0)
+    point = joint.smallest_so_far
+    small = SmallPlan(task, joint, smallest(task, candidate_at(task, point, point.seconds)))
+    tighter = tighter_room(joint, task.limit_at(mesh), small.account.peak_bytes)
+    if tighter >= room_bytes:
+        return small
+    return min(small, _smallest_on(task, mesh, tighter), key=lambda plan: plan.account.peak_bytes)
 
 
 def _in_most_microbatches(task: Task, batch: int) -> list[Task]:

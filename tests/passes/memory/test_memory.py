@@ -98,18 +98,19 @@ def test_what_was_sent_stays_while_the_host_runs_ahead() -> None:
     assert group_peaks(graph, table, [runs] * 2)[0] == 10 + 7 * 2 + 6 + 4 * 1.0
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("m", [1, 2, 4])
-@pytest.mark.parametrize("zoo", MODELS, ids=str)
-def test_what_a_peak_is_at_least_is_known_before_gradients_are_played(zoo: ZooModel, m: int) -> None:
+@pytest.mark.parametrize(
+    "name", ["mlp", *(pytest.param(zoo.name, marks=pytest.mark.slow) for zoo in MODELS if zoo.name != "mlp")]
+)
+def test_what_a_peak_is_at_least_is_known_before_gradients_are_played(name: str, m: int) -> None:
     """The bound of one stage holds whichever of its gradients are reduced after every microbatch. It is more than what rests, and
     close where all sums stay as they were made."""
-    base = on_ranks(zoo.name, 4, m)
+    base = on_ranks(name, 4, m)
     for seed in range(2):
         plan = autopar.random_plan(base, seed, pp=1, pieces=1)
         for names in ((), tuple(base.ir.trained)[::2], tuple(base.ir.trained)):
             counted = base.with_plan(reduced_by_microbatch(plan, names)).account
             rests = counted.stages[0].memory.resting_bytes
             assert rests < counted.least_peak_bytes <= counted.peak_bytes
-            if m > 2 and not names:
-                assert counted.least_peak_bytes - rests > 0.7 * (counted.peak_bytes - rests)
+            if m > 2 and not names and not plan.stages[0].mesh.uneven:
+                assert counted.least_peak_bytes - rests > 0.9 * (counted.peak_bytes - rests)
