@@ -21,6 +21,7 @@ from autopar.passes.search.one_mesh import short_memory
 from autopar.passes.search.one_mesh.joint import JointSearch
 from autopar.passes.search.one_mesh.short_memory import ShortMemorySearch
 from autopar.passes.search.one_mesh.within_memory import candidate_at, joint_on
+from autopar.passes.search.stages.pipelines import PipelineSearch
 from autopar.passes.search.task import RankedPlans, Task, account_of
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.solve import Shortage
@@ -94,6 +95,24 @@ def test_the_chosen_plan_is_the_same_where_nothing_bounds_pipelines(name: str, m
     monkeypatch.setattr(ShortMemorySearch, "first_s", lambda *_: math.inf)
     free = search_plans(task(name), batch_of(name))
     assert told(bounded)[0] == told(free)[0]
+
+
+@pytest.mark.parametrize(
+    ("estimate_s", "order"), [(math.inf, ["one mesh", "pipelines"]), (0.0, ["pipelines", "one mesh"])]
+)
+def test_one_mesh_goes_first_where_its_bound_beats_what_cuts_within_memory_may_give(
+    estimate_s: float, order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, looked_for = task("mlp"), list[str]()
+    monkeypatch.setattr(best_plans, "MANY_RANKS", 1)
+    monkeypatch.setattr(best_plans, "search_strategies", lambda _: ([], True))
+    monkeypatch.setattr(best_plans, "fewer_ranks", lambda _: [])
+    monkeypatch.setattr(best_plans, "least_bytes", lambda _: (1.0, 2.0))
+    monkeypatch.setattr(PipelineSearch, "estimate_s", lambda *_: estimate_s)
+    for kind, name in ((ShortMemorySearch, "one mesh"), (PipelineSearch, "pipelines")):
+        monkeypatch.setattr(kind, "plans", lambda self, best_s, name=name: iter(looked_for.append(name) or ()))
+    search_plans(one, batch_of("mlp"))
+    assert looked_for == order
 
 
 def test_where_no_plan_fits_in_one_order_none_is_looked_for_in_another(monkeypatch: pytest.MonkeyPatch) -> None:
