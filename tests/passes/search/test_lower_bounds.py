@@ -120,9 +120,9 @@ def test_good_cuts_take_little_more_than_the_bound(width: int) -> None:
     task = Task(captured.program, cluster, rules, Setting(1), Options(), Microbatches(captured, rules))
     search = CutSearch(SubmeshPlans(TasksByCount(task, 8)), math.inf)
     ratios = []
-    for cut in search.rough():
-        sizes, work = {mesh.size for mesh in cut.used_meshes()}, search.submeshes.least_work(cut.microbatches)
-        ratios += [work.pipeline_s(cut.microbatches, 4, size, sizes) / cut.step_s for size in sizes]
+    for draft in search.rough():
+        sizes, work = {mesh.size for mesh in draft.used_meshes()}, search.submeshes.least_work(draft.microbatches)
+        ratios += [work.pipeline_s(draft.microbatches, 4, size, sizes) / draft.step_s for size in sizes]
     assert 0.5 < max(ratios) <= 1
 
 
