@@ -101,7 +101,7 @@ class CutSearch:
                         plans[mesh] = self.submeshes.by_count({**first.planned, M: second}, first.counts)
                 in_order = [plans[mesh] for mesh in submeshes if mesh in plans]
                 drafts = self._drafts(in_order, best_s)
-                lacking = self._lacking(drafts, plans, best_s)
+                lacking = self.lacking(drafts, plans, best_s)
                 if not lacking:
                     return in_order, drafts
 
@@ -163,7 +163,8 @@ class CutSearch:
                 too_busy.add(mesh.axes)
         return plans
 
-    def _lacking(self, drafts: Sequence[Draft], plans: Mapping[Mesh, PlansByCount], best_s: float) -> dict[Mesh, int]:
+    @staticmethod
+    def lacking(drafts: Sequence[Draft], plans: Mapping[Mesh, PlansByCount], best_s: float) -> dict[Mesh, int]:
         """Submeshes of good cuts in numbers of microbatches for which costs were taken from the only plan, at another count; and
         the counts that second plans are to be made at. drafts: the best first."""
         lacking: dict[Mesh, int] = {}
@@ -172,12 +173,14 @@ class CutSearch:
             M = draft.microbatches
             if draft.step_s >= enough_s:
                 break
-            used = [plans[mesh] for mesh in draft.used_meshes()]
-            if all(M in on_mesh.planned for on_mesh in used):
+            meshes = draft.used_meshes()
+            of_cut = ((mesh, on_mesh) for mesh, on_mesh in plans.items() if M in on_mesh.counts)
+            used = {mesh: on_mesh for mesh, on_mesh in of_cut if on_mesh.decided(M).mesh in meshes}
+            if all(M in on_mesh.planned for on_mesh in used.values()):
                 enough_s = min(enough_s, _NEAR * draft.step_s)
-            for on_mesh in used:
+            for mesh, on_mesh in used.items():
                 if len(on_mesh.planned) == 1 and M not in on_mesh.planned:
-                    lacking.setdefault(on_mesh.mesh, M)
+                    lacking.setdefault(mesh, M)
         return lacking
 
     def _drafts(self, plans: Sequence[PlansByCount], cutoff_s: float) -> list[Draft]:

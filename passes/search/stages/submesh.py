@@ -248,10 +248,9 @@ class PlansByCount:
     launched_s: np.ndarray
     prologue: tuple[int, ...] = ()
 
-    @property
-    def mesh(self) -> Mesh:
-        """The submesh."""
-        return next(iter(self.planned.values())).mesh
+    def decided(self, M: int) -> SubmeshPlan:
+        """The plan that is taken for M microbatches, with its costs at the count that it was made for."""
+        return self.planned.get(M, self.planned[max(self.planned)])
 
     def at(self, M: int) -> SubmeshPlan:
         """The plan with its costs at M microbatches: as it was planned so; between two counts and above them on a line in 1/M;

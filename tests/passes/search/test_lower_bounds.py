@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -23,6 +24,7 @@ from autopar.passes.recompute.least_held import least_held_bytes
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.search.lower_bounds import LeastWork, could_fit, least_bytes
 from autopar.passes.search.microbatches import TasksByCount
+from autopar.passes.search.stages.cuts import CutSearch
 from autopar.passes.search.stages.submesh import SubmeshPlans
 from autopar.passes.search.task import Task
 from tests.passes.memory.test_held import parts
@@ -106,6 +108,22 @@ def test_no_pipeline_takes_less_than_the_bound(schedule: str, seed: int) -> None
         work = LeastWork.of(task)
         bounds_s = [work.pipeline_s(M, 4, size, sizes) for size in sizes]
         assert 0 < max(bounds_s) <= made.account.step_time_s
+
+
+@pytest.mark.parametrize("width", [16, 4096], ids=["launches decide", "products decide"])
+def test_good_cuts_take_little_more_than_the_bound(width: int) -> None:
+    """Cuts on the best plans of submeshes, in any number of microbatches, of equal or of other sizes."""
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(nn.Linear(width, width) for _ in range(4))), torch.zeros(8, width)
+    captured, rules = capture_program(model, (x, x), nn.functional.mse_loss, 1), RuleBook()
+    cluster = resized(ClusterSpec.preset("dgx-h100"), 4)
+    task = Task(captured.program, cluster, rules, Setting(1), Options(), Microbatches(captured, rules))
+    search = CutSearch(SubmeshPlans(TasksByCount(task, 8)), math.inf)
+    ratios = []
+    for draft in search.rough():
+        sizes, work = {mesh.size for mesh in draft.used_meshes()}, search.submeshes.least_work(draft.microbatches)
+        ratios += [work.pipeline_s(draft.microbatches, 4, size, sizes) / draft.step_s for size in sizes]
+    assert 0.5 < max(ratios) <= 1
 
 
 def test_the_bound_is_what_a_pipeline_without_waste_takes() -> None:

@@ -11,10 +11,11 @@ import pytest
 
 from autopar.cluster import ClusterSpec
 from autopar.errors import InputError
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import Mesh, Shares
 from autopar.options import Options
 from autopar.passes.account.calls import Units
 from autopar.passes.search.microbatches import TasksByCount, microbatch_counts
+from autopar.passes.search.stages.cuts import CutSearch
 from autopar.passes.search.stages.limits import StageLimits, boundary_calls
 from autopar.passes.search.stages.submesh import PlansByCount, SubmeshPlan, between, option_of, two_counts
 
@@ -199,6 +200,22 @@ def test_calls_that_only_several_microbatches_have_come_and_go() -> None:
     np.testing.assert_allclose(from_one.units.resting_bytes, [1.0, 0.0, 3.0])
     both = by_count({4: plan(mesh, np.ones(3)), 1: plan(mesh, np.ones(2))}, prologue=(1,))
     assert len(both.at(2).units.forward_s) == 3
+
+
+def test_a_second_plan_is_made_where_good_cuts_are_in_a_number_of_microbatches_that_was_not_planned() -> None:
+    """Meshes are those that were asked for; their plans may be on the same ranks with shares of rows."""
+    asked, shared = Mesh.of(dp=2), Mesh((("dp", Shares((2, 1))),))
+    plans = {asked: PlansByCount({2: plan(shared, np.ones(2))}, (2, 4), np.zeros(2))}
+
+    def draft(M: int, step_s: float) -> Any:
+        return SimpleNamespace(microbatches=M, step_s=step_s, used_meshes=lambda: [plans[asked].at(M).mesh])
+
+    def lacking(*drafts: Any) -> dict[Mesh, int]:
+        return CutSearch.lacking(drafts, plans, 1.0)
+
+    assert lacking(draft(4, 0.9)) == {asked: 4}
+    assert lacking(draft(2, 0.9)) == lacking(draft(4, 1.0)) == {}
+    assert lacking(draft(2, 0.5), draft(4, 0.7)) == {}, "the first takes much less"
 
 
 def test_no_cost_falls_below_nothing() -> None:
