@@ -53,6 +53,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """What a module of tests draws as it is imported is the same, whichever modules are imported before."""
+    if isinstance(collector, pytest.Module):
+        torch.manual_seed(0)
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
 

