@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
-    """What a module of tests draws as it is imported is the same, whichever modules are imported before."""
+    """A module of tests draws the same as it is imported, whichever modules are imported before."""
     if isinstance(collector, pytest.Module):
         torch.manual_seed(0)
 
