@@ -8,9 +8,8 @@ microbatch at the earliest,
 
     R(s) = max over readers v of  comm + F(v) + R(v) + B(v) + comm,      flight(s) = 1 + x R(s)/F(s),
 
-x = 1 fills that time exactly. Numbers are compared on a short pipeline: x first, as most depends on it, then the others with the
-best x, then the neighbours of the best as long as these are better; and the best few are built in full. The search is
-deterministic and its work does not grow with the microbatches.
+x = 1 fills that time exactly. Numbers are compared on a short pipeline, walked from the best ones to their neighbours,
+and the best few built in full: the search is deterministic and its work does not grow with the microbatches.
 """
 
 from __future__ import annotations
@@ -34,12 +33,6 @@ SHORT = 3
 FEW = 3000
 
 FINALISTS = 3
-
-BEST_X = 2
-"""Values of x that are tried with all other numbers."""
-
-_BETTER = 1e-4
-"""Neighbours of the best settings are looked at once more where the best score fell by this share."""
 BUDGETS = (0.0, 0.3, 1.0, 2.0, 4.0)
 """Idle seconds allowed in gaps shorter than a W, in W of the slowest stage."""
 
@@ -139,27 +132,12 @@ class _Settings:
         self.short, self.away = short, _round_trips(short)
         self.scores: dict[GreedySetting, float] = {}
         self.of_policy: dict[Policy, float] = {}
-        for setting in self._with_best_x(start):
+        for setting in start:
             self._score(setting)
         for _ in range(2):
-            before = self._best_score()
             for leader in self._ranked()[:FINALISTS]:
                 for near in leader.neighbours():
                     self._score(near)
-            if self._best_score() >= before * (1 - _BETTER):
-                break
-
-    def _with_best_x(self, start: Sequence[GreedySetting]) -> list[GreedySetting]:
-        """The settings whose x is best with the numbers that stand first and in the middle."""
-        for x in dict.fromkeys(setting.x for setting in start):
-            alike = [setting for setting in start if setting.x == x]
-            self._score(alike[0])
-            self._score(alike[len(alike) // 2])
-        best_x = list(dict.fromkeys(setting.x for setting in self._ranked()))[:BEST_X]
-        return [setting for setting in start if setting.x in best_x]
-
-    def _best_score(self) -> float:
-        return min(self.scores.values())
 
     def best_policies(self, full: TimedPipeline) -> list[Policy]:
         """The policies of the best settings on the full pipeline."""

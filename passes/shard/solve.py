@@ -27,6 +27,7 @@ from autopar.passes.shard.reduce import Reduced, copy_of, keep_states, reduce_gr
 
 _LARGEST = 500_000  # binary variables from which a problem is too large for the ILP
 _LARGEST_ROW = 400_000  # the same with memory as a row
+_LARGEST_NEAR = 5_000  # the same where messages leave an estimate as close as is asked
 _CLOSED = 1e-6  # relative distance of bound and plan that counts as proven
 ROUGH = 1e-3  # `close` from which on a solution is an estimate: no MIP, and no optimum where memory is no matter
 _FREE = 0.1  # of `close`: how close an estimate is where memory is no matter
@@ -78,7 +79,10 @@ def solve(
     least = [int(np.argmin(memory)) for memory in graph.memory]
     if budget is not None and graph.memory_of(least) > budget:
         return Shortage(graph.memory_of(least), tuple(least))
-    free, bound, after = priced(graph, tie_price, deadline, _CLOSED if close < ROUGH else close * _FREE)
+    estimate = close >= ROUGH
+    free, bound, after = priced(
+        graph, tie_price, deadline, close * _FREE if estimate else _CLOSED, enough=close if estimate else 0.0
+    )
     if free is not None:
         bound -= tie_price * graph.memory_of(free)
     method = "exact" if free is not None else "greedy"
@@ -117,10 +121,16 @@ def _solution(graph: FactorGraph, choice: list[int], bound: float, method: str, 
 
 
 def priced(
-    graph: FactorGraph, price: float, deadline: float, close: float = _CLOSED, known: Sequence[int] | None = None
+    graph: FactorGraph,
+    price: float,
+    deadline: float,
+    close: float = _CLOSED,
+    known: Sequence[int] | None = None,
+    enough: float = 0.0,
 ) -> tuple[list[int] | None, float, dict[str, int]]:
     """(optimum of cost + price · memory, its proven bound, size after reduction). deadline: of time.monotonic(). close:
-    relative distance to the bound that will do. known: an assignment that may be good, as the optimum at another price is.
+    relative distance to the bound that will do; enough: at which a large MIP is not worth its time. known: an assignment that
+    may be good, as the optimum at another price is.
 
     Message passing bounds and prunes until elimination can solve what is left, or bound and assignment are close; only what
     they leave open goes to the ILP.
@@ -140,7 +150,7 @@ def priced(
         return choice, lower, size
     _prune(r, bounds, upper - lower)
     r = reduce_graph(r)
-    if r.size["variables"] > _LARGEST:
+    if r.size["variables"] > (_LARGEST_NEAR if upper - lower <= enough * abs(upper) else _LARGEST):
         return choice, lower, size
     exact, proven, _ = _exact(r, deadline)
     if exact is not None and graph.value(exact) + price * graph.memory_of(exact) <= upper:

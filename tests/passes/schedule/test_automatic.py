@@ -221,15 +221,3 @@ def test_a_policy_whose_choices_another_room_does_not_change_is_not_run_again(he
         runs.clear()
     assert spared[0] == 0
     assert sum(spared) > 0
-
-
-def test_all_numbers_are_tried_with_the_best_x_alone():
-    graph = chain(4)
-    costs = ActionCosts({(s, k): 1 + 0.3 * math.sin(7 * s + i) for s in range(4) for i, k in enumerate("FBW")}, 0.1)
-    pipeline = TimedPipeline(graph, 12, costs, MemoryRoom.microbatches(graph, 8))
-    scores = automatic._Settings(pipeline, automatic._START).scores
-    tried = {x: sum(s.x == x for s in automatic._START if s in scores) for x in {s.x for s in automatic._START}}
-    assert sum(n == 7 for n in tried.values()) == automatic.BEST_X < len(tried)
-    assert min(tried.values()) >= 2
-    best = min(scores, key=scores.__getitem__)
-    assert set(best.neighbours()) <= set(scores), "the walk ends among neighbours of the best"
