@@ -114,12 +114,12 @@ class CutSearch:
         return [M for M in counts if self._least_s(M, mesh, sizes) < best_s]
 
     def _two_counts(self, mesh: Mesh, counts: Sequence[int]) -> tuple[int, int]:
-        """The counts to plan at, of these. Where launches make the higher one take long anyway, one is enough, the largest that
-        takes little more than the best."""
+        """The counts to plan at, of these; of those alone that take little more than the best, where launches make the higher one
+        take long anyway."""
         least_s = {M: self._least_s(M, mesh, {mesh.size}) for M in counts}
         near = [M for M in counts if least_s[M] <= _NEAR * min(least_s.values())]
         low, high = two_counts(counts)
-        return (low, high) if high in near else (near[-1], near[-1])
+        return (low, high) if high in near else two_counts(near)
 
     def _least_s(self, M: int, mesh: Mesh, sizes: Collection[int]) -> float:
         """Seconds of a step in M microbatches at least, with a stage on this mesh and others on submeshes of these sizes."""
