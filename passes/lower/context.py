@@ -96,9 +96,8 @@ class StageContext:
         lines, key = in_order(*given, backward, self.split), _alike(template, plan, self.pricer, backward, self.split)
         overlapped = lower_template, *key, plan.overlap, plan.insists
         whole = self.pricer.memo.get(overlapped, lambda: lower_template(lines, *given))
-        if (
-            plan.pieces == 1 or self.split or plan.offload
-        ):  # whose B and W are apart, or whose values rest in tiers, stays whole
+        # Where B and W are apart, or values rest in memory tiers, nothing is in pieces.
+        if plan.pieces == 1 or self.split or plan.offload:
             return whole
 
         def cut() -> LoweredTemplate:

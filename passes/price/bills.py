@@ -17,7 +17,7 @@ from autopar.ir.program import Template
 from autopar.ir.resting import busiest_rank
 from autopar.ir.setting import Setting
 from autopar.ops.registry import find
-from autopar.passes.price.frameworks import as_run, conversions, framework_traffic, made_whole
+from autopar.passes.price.frameworks import AS_WRITTEN, AsRun, as_run, conversions, framework_traffic, made_whole
 from autopar.passes.price.fusion import fused_bytes
 from autopar.passes.price.lines import (
     GATHER,
@@ -64,10 +64,11 @@ def template_seconds(
     return call_seconds(template_bill(lowered, plan, template, pricer, rules), pricer.software).by_action
 
 
-def launches(function: Function, template: Template) -> int:
-    """Kernels that the ops of a template's function launch."""
+def launches(function: Function, template: Template, run: AsRun = AS_WRITTEN) -> int:
+    """Kernels that the ops of a template's function launch. run: the way in which a framework runs its lines."""
     begun = (line.line if isinstance(line, Start) else line for line in function.lines)
-    return sum(isinstance(line, Compute) and line.node in template.op_calls and is_kernel(line.op) for line in begun)
+    ops = (line for line in begun if isinstance(line, Compute) and line.node in template.op_calls)
+    return sum(is_kernel(line.op) and not run.is_inside(line) for line in ops)
 
 
 def _host_s(pricer: Pricer, *works: Work) -> float:
@@ -91,7 +92,7 @@ def _function_work(
     launch_s, run = pricer.device.launch_overhead_s, as_run(function, beside)
     between_s = launch_s if pricer.software.kernels == "apart" else 0.0  # else passes are fitted with it
     computed_s = apart_s = host_s = 0.0
-    launched, cast = 0, set[str]()
+    cast = set[str]()
     op_s, clock = op_seconds(plan, template, pricer, rules), LinkClock(pricer.least_exposed)
     for line in function.lines:
         begun = line.line if isinstance(line, Start) else line
@@ -109,7 +110,6 @@ def _function_work(
                 grouped = prices.grouped(call, rule, strategy)
                 host_s += pricer.software.mixture_host_s(grouped.groups) / 2 if grouped is not None else 0.0
                 if kernel is not None:
-                    launched += 1
                     computed_s += 0.0 if kernel else (op_s(begun) - launch_s) * wider(beside, begun, held)
                     apart_s += between_s + (op_s(begun) - launch_s if kernel else 0.0)
                 computed_s += pricer.copy_s * cast_bytes(begun, held, cast, pricer.software)
@@ -124,7 +124,7 @@ def _function_work(
     fused_s = pricer.copy_s * fused_bytes(
         function, held, lambda line: None if run.is_inside(line) else passes_over_memory(line), run.lines
     )
-    return Work(computed_s, fused_s, apart_s, launched, clock.exposed, clock.hidden_s, host_s)
+    return Work(computed_s, fused_s, apart_s, launches(function, template, run), clock.exposed, clock.hidden_s, host_s)
 
 
 def wider(beside: SideBySide | None, line: Compute, held: Mapping[str, float]) -> float:

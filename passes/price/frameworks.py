@@ -51,6 +51,10 @@ class AsRun:
         return bool(line.outs) and self.inside.issuperset(line.outs)
 
 
+AS_WRITTEN = AsRun(())
+"""Lines of which none is inside a kernel."""
+
+
 def as_run(function: Function, beside: SideBySide | None) -> AsRun:
     """The way in which a framework runs a template's function. beside: its products that are parts of wider ones; None: the
     program's own lines run."""
