@@ -13,7 +13,7 @@ output is enough: that is not counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,9 +33,10 @@ _AT_ONCE = {(7, 0): 80 * 2048, (7, 5): 40 * 1024, (8, 0): 108 * 2048, (8, 6): 84
 """Threads that run at once on the largest device of a capability: processors times threads of each."""
 
 
-def workspace_bytes(x: torch.Tensor, arguments: Mapping[str, Any], device: Device) -> int:
-    """Bytes that the sum of a tensor over some dims needs for a moment on a CUDA device; on others none are known. arguments: the
-    sum's, of which `dim` says over which dims (none: over all)."""
+def workspace_bytes(tensors: Sequence[torch.Tensor], arguments: Mapping[str, Any], device: Device) -> int:
+    """Bytes that the sum of the first tensor over some dims needs for a moment on a CUDA device; on others none are known.
+    arguments: the sum's, of which `dim` says over which dims (none: over all)."""
+    x = tensors[0]
     shape, stride, dtype = x.shape, x.stride(), x.dtype
     dims = dims_told(arguments.get("dim"), x.ndim)
     kept = [d for d in range(len(shape)) if d not in dims and shape[d] > 1]

@@ -12,6 +12,7 @@ from torch.autograd import Function
 from autopar.ir.call import OpCall
 from autopar.ir.rule import Carried, Factor, Labels, Rule
 from autopar.ops import rows
+from autopar.ops.convolution_copies import forward_bytes, kernel_gradient_bytes
 from autopar.ops.dialect import graph_op, lifts
 from autopar.ops.labels import Maker
 from autopar.ops.registry import Block, Gemm, define, named, resized
@@ -112,6 +113,7 @@ def _with_shape(name: str) -> dict[str, Any]:
     work=_conv_work,
     localize=_local,
     globalize=_whole_groups,
+    workspace=forward_bytes,
 )
 def conv(call: OpCall) -> Rule:
     """Batch, output channels and groups shard; input channels too when no bias would be added twice."""
@@ -129,6 +131,7 @@ def conv(call: OpCall) -> Rule:
     local.conv_dx,
     lambda g, w, x_shape, *_: g.new_empty(x_shape),
     work=_conv_work,
+    workspace=forward_bytes,
     **_with_shape("x_shape"),
 )
 def conv_dx(call: OpCall) -> Rule:
@@ -143,6 +146,7 @@ def conv_dx(call: OpCall) -> Rule:
     lambda g, x, w_shape, *_: g.new_empty(w_shape),
     work=_conv_work,
     fresh=True,
+    workspace=kernel_gradient_bytes,
     **_with_shape("w_shape"),
 )
 def conv_dw(call: OpCall) -> Rule:

@@ -9,7 +9,7 @@ so; else its rule is found by experiment (`autopar.ops.discover`), or it runs wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
@@ -29,6 +29,8 @@ Gemm = tuple[float, str, tuple[tuple[str, ...], ...]]
 """FLOPs of the whole op, kind of work, and for products the factors of m, n and k."""
 Precision = Literal["low", "follow", "round", "norm", "pass", "keep"]
 """The dtype rule of an op under mixed precision (`autopar.capture.graph.precision` defines each word)."""
+Workspace = Callable[[Sequence[torch.Tensor], Mapping[str, Any], Device], int]
+"""Bytes that a kernel needs for a moment, of its operands and results, its arguments and its device (`OpDef.workspace`)."""
 
 
 @dataclass(frozen=True)
@@ -249,8 +251,8 @@ class OpDef:
         adds: name of the scalar argument that it adds to its only tensor.
         carries: its results are its operands moved, cast or added, so what becomes of a gradient is a gradient.
         hidden_workspace: its kernels need memory that no meta function knows; it must be run to be measured.
-        workspace(operand, arguments, device): bytes that its kernel needs on a device for a moment beside its results, of which
-            no meta function knows. operand: its first one, on the meta device.
+        workspace(tensors, arguments, device): bytes that its kernel needs on a device for a moment beside its results, of which
+            no meta function knows. tensors: its operands and then its results, on the meta device.
         scales: its memory grows with the sizes of its operands alone. None: it is not known to.
         unordered: on a GPU its kernel adds in an order of its own, by default or always (`autopar.ops.unordered`).
         result_names: names of several results in emitted text.
@@ -306,7 +308,7 @@ class OpDef:
     adds: str = ""
     carries: bool = False
     hidden_workspace: bool = False
-    workspace: Callable[[torch.Tensor, Mapping[str, Any], Device], int] | None = field(default=None, compare=False)
+    workspace: Workspace | None = field(default=None, compare=False)
     scales: Scales | None = None
     unordered: Literal["", "by default", "always"] = ""
     result_names: tuple[str, ...] = ()

@@ -133,7 +133,9 @@ class Probe:
                 if self._last.asked_index:  # the last block sees most keys, or in zigzag order the first
                     watched = max(watched, watch(on(self._first), layouts), key=lambda effect: effect.peak)
             if isinstance(line, Compute) and definition is not None and definition.workspace is not None:
-                workspace = definition.workspace(layouts[0].tensor(), line.kwargs, self.device)
+                results = (out.layout for out in watched.outs if out.layout is not None)
+                tensors = [layout.tensor() for layout in (*layouts, *results)]
+                workspace = definition.workspace(tensors, line.kwargs, self.device)
                 watched = replace(watched, peak=max(watched.peak, sum(watched.fresh) + workspace))
         except Exception:  # an op without a meta implementation, or one that looks at data
             return [self._declared(line)]
