@@ -40,6 +40,9 @@ microbatches and recompute on one mesh."""
 
 NEAR = 1.1
 """Plans on fewer ranks that are slower by less than this may be the faster ones once lines run while messages travel."""
+WORTH_STAGES = 0.998
+"""Stages are worth a program that is harder to read where a step takes less than this share of the best plan's on one mesh: no
+prediction tells plans apart that are closer."""
 
 Kind = tuple[str, Callable[[float], Iterator[RankedPlans]]]
 """A kind of plans, and the search for those that are faster than so many seconds: their ranking, whenever it gets better."""
@@ -149,8 +152,8 @@ def _kinds(search: PipelineSearch, short_memory: ShortMemorySearch) -> Iterator[
     if is_lean and not pipelines_first:
         yield lean
     if stages:
-        yield pipelines
-        yield "branches side by side", lambda best_s: search_branches(submeshes.copy(), best_s)
+        yield "pipelines", lambda best_s: _pipelines(search, WORTH_STAGES * best_s)
+        yield "branches side by side", lambda best_s: search_branches(submeshes.copy(), WORTH_STAGES * best_s)
     if is_lean and pipelines_first:
         yield lean
 

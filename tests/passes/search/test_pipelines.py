@@ -255,3 +255,11 @@ def test_a_smaller_share_of_the_memory_that_leaves_the_plan_as_it_is_is_not_lowe
     assert plan_of_draft.plan_that_fits(exact, first, 2.0) is None
     assert lowered == ["a", "b"]
     assert shares == pytest.approx([0.95 * 0.97 / 1.1, 0.95 * (0.97 / 1.1) ** 2]), "the memory shrinks all the same"
+
+
+def test_stages_that_win_less_than_predictions_tell_apart_are_not_worth_them() -> None:
+    h100 = ClusterSpec.homogeneous(devices=4, device="h100")
+    one_mesh = tower(h100, batch=32, width=64, layers=2)
+    staged = tower(h100, batch=32, width=64, layers=2, pp=2)
+    assert len(one_mesh.plan.stages) == 1
+    assert 0.998 < staged.predicted.step_time_s / one_mesh.predicted.step_time_s < 1
