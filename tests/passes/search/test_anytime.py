@@ -99,7 +99,7 @@ def faster_and_then(end: BaseException) -> Any:
 
     def search(pipelines: PipelineSearch, best_s: float) -> Iterator[RankedPlans]:
         (_, candidate), *_ = FIRST
-        plan = replace(candidate.plan, predicted={"step_time_s": best_s / 2})
+        plan = replace(candidate.plan, predicted={"step_time_s": candidate.step_s / 2})
         yield [(pipelines.task, replace(candidate, plan=plan, account=None))]
         raise end
 
