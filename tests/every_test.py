@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +39,14 @@ settings.register_profile(
 )
 settings.register_profile("explore", settings.get_profile("ci"), derandomize=False, max_examples=500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
+    """Where slow tests are left out, those that are slow whatever their parameters are not made at all."""
+    marks = getattr(obj, "pytestmark", ())
+    left_out = collector.config.option.markexpr == "not slow" and any(mark.name == "slow" for mark in marks)
+    return [] if left_out and isinstance(obj, types.FunctionType) else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
