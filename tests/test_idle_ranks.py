@@ -68,6 +68,7 @@ def h100(ranks: int) -> autopar.ClusterSpec:
     return resized(autopar.ClusterSpec.preset("dgx-h100", nodes=-(-ranks // 8)), ranks)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("ranks", "rows", "looked_at"),
     [

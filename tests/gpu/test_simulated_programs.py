@@ -318,6 +318,7 @@ def test_recurrent_layers_can_be_differentiated(zoo: ZooModel, options: str) -> 
     assert not found.findings, str(found)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", NOT_ARRIVED)
 def test_gradients_in_memory_tiers_have_arrived_where_the_host_reads_them(options: str) -> None:
     found = simulate(BY_NAME["mlp"], options)
@@ -340,6 +341,7 @@ def test_state_is_copied_before_it_is_written_to_files(options: str) -> None:
     assert not found.findings, str(found)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", ["optimizer offloaded", "all offloaded"])
 def test_state_in_memory_tiers_has_arrived_where_it_is_saved(options: str) -> None:
     found = simulate(BY_NAME["mlp"], options, copied)

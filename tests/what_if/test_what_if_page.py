@@ -69,6 +69,7 @@ RUN = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("command", RUN)
 def test_a_command_of_the_page_answers(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(shlex.split(command)[1:]) == 0

@@ -210,6 +210,7 @@ def first_sum(output: Any, target: Tensor) -> Tensor:
     return (output[0] if isinstance(output, tuple) else output).sum()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("model", [Unlike(), forms.WhereIndex(OverRows)], ids=["unlike", "over rows"])
 def test_experts_that_make_no_mixture_compute_all_rows(model: nn.Module) -> None:
     x = torch.randn(8, 4, D)

@@ -157,7 +157,7 @@ def everything(model: TransformerShape, ranks: int, batch: int, space: Space):
                                 )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("model", [TINY, TINY_MOE], ids=["dense", "experts"])
 @pytest.mark.parametrize("room", [2.3e9, 4e9])
 def test_the_search_finds_the_best_of_a_space_tried_out_whole(model, room):

@@ -134,7 +134,7 @@ def test_a_plan_of_the_solver_on_two_axes_costs_what_the_solver_said(zoo: ZooMod
     close_to_the_bill(zoo, {"dp": 2, "tp": 2})
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @every_model
 @pytest.mark.parametrize("m", [1, 3])
 def test_no_plan_costs_more_than_the_solver_would_say(zoo: ZooModel, m: int) -> None:

@@ -266,6 +266,7 @@ def test_an_early_call_stays_with_its_readers() -> None:
     assert early + 1 not in cut_points(program)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "change",
     [

@@ -48,7 +48,7 @@ def test_more_microbatches_in_flight_hold_more() -> None:
     assert peaks[4]["1f1b"] == peaks[8]["1f1b"]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("zoo", MODELS, ids=str)
 def test_what_waits_for_w_is_held_until_w(zoo: ZooModel) -> None:
     """A split schedule holds after B at least what W reads, and nothing after W."""

@@ -154,6 +154,7 @@ class Averaged(nn.Module):
         return self.layer(x).mean()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("model", "why"),
     [

@@ -162,6 +162,7 @@ def test_one_after_the_other_is_worse_however_well_each_is_done() -> None:
     assert max(gains) > 0.01
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("bandwidth_Bps", "again"), [(1e13, False), (1e7, True)])
 def test_what_would_go_to_a_slow_tier_is_rather_made_again(bandwidth_Bps: float, again: bool) -> None:
     program = llama_on(4, recompute="none", pp=1)

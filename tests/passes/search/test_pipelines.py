@@ -105,7 +105,7 @@ def test_the_mesh_of_a_stage_can_be_forced() -> None:
     assert program.pp == 2
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-auto", *IN_A_LOOP, *IN_A_V])
 def test_every_schedule_can_be_asked_for(schedule: str) -> None:
     program = tower(nodes(3e11), pp=2, microbatches=4, schedule=schedule, batch=256, width=256)

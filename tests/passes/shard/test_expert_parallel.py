@@ -171,7 +171,7 @@ def test_dims_that_hold_the_rows_are_cut_as_rows_are_and_not_as_experts_are() ->
     assert (blocks(program, 8), blocks(program, 6), blocks(program, 48)) == ({(3, 3, 2)}, {(2, 2, 2)}, {(16, 16, 16)})
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("experts", "axes", "rows", "options"),
     [

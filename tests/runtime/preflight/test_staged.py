@@ -97,6 +97,7 @@ def nothing_is_found_where_nothing_is_wrong(program, tmp_path):
     assert not list(run_directory.glob(".preflight*"))
 
 
+@pytest.mark.slow
 def test_an_interface_that_is_not_there(program, tmp_path):
     environments = ({}, {"GLOO_SOCKET_IFNAME": "eth9"})
     first, second = check(tmp_path, program, environments=environments)
@@ -104,6 +105,7 @@ def test_an_interface_that_is_not_there(program, tmp_path):
     assert first.has("error: network interface: rank 1 (beta): GLOO_SOCKET_IFNAME=eth9", "there are lo, cable")
 
 
+@pytest.mark.slow
 def test_an_interface_that_is_down(program, tmp_path):
     environments = ({"GLOO_SOCKET_IFNAME": "spare"}, {})
     first, _ = check(tmp_path, program, setup="ip link add spare type veth", environments=environments)
@@ -219,6 +221,7 @@ def test_small_shared_memory(program, tmp_path):
     assert not first.has("shared memory: alpha")
 
 
+@pytest.mark.slow
 def test_a_slow_link(program, tmp_path):
     staged = "tc qdisc add dev cable root tbf rate 80mbit burst 64kbit latency 50ms"
     first, second = check(tmp_path, program, setup=staged)

@@ -270,6 +270,7 @@ def test_data_that_are_not_there_are_named_without_running_anything(tmp_path, mo
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

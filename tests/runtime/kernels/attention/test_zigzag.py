@@ -87,6 +87,7 @@ def sweep(examples: int, p: float, order: int, ring: bool) -> None:
     check()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("p", [0.0, 0.4])
 @pytest.mark.parametrize("order", [0, 1])
 def test_blocks_of_rows_are_eagers_attention(order: int, p: float) -> None:

@@ -180,6 +180,7 @@ def sent_bytes(one: Mixture, comm: Comm, backward: bool) -> dict[str, int]:
     return dict(watcher.by_axis)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("wait_flops", [0.0, grouped.WAIT_FLOPS])
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("sizes", [{"ep": 4}, {"dp": 4, "ep": 2}], ids=["one axis", "two axes"])
@@ -312,6 +313,7 @@ def test_rows_with_no_room_end_the_step_on_all_ranks_and_nothing_is_applied() ->
         assert states == 0
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("choice", "on_overflow", "said"),
     [
