@@ -306,6 +306,7 @@ def test_what_rests_in_memory_tiers_rests_there_in_every_bucket(kind: str) -> No
     assert_equal(program, model(), [one for one in EPOCH if len(one["ids"]) == 8])
 
 
+@pytest.mark.slow
 def test_images_of_two_sizes_through_batch_statistics() -> None:
     torch.manual_seed(3)
     layers = (nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())

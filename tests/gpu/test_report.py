@@ -124,6 +124,7 @@ def test_the_suite_is_every_test_of_gpus() -> None:
     assert all((ROOT / file).exists() for file in files(rehearsal=False))
 
 
+@pytest.mark.slow
 def test_outcomes_of_tests_are_read_from_pytests_file(tmp_path: Path) -> None:
     tests = tmp_path / "test_three.py"
     tests.write_text(

@@ -178,6 +178,7 @@ def test_rows_of_a_pipelines_mixtures_are_told_of_when_all_is_computed(schedule:
         assert [action[:2] for action in told_in(budget)] == ["W1"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backward", [False, True])
 def test_rows_that_go_to_nodes_first_are_never_counted_by_the_host(backward: bool) -> None:
     def rank(_: int, machine: Machine) -> None:
@@ -240,6 +241,7 @@ def test_steps_that_are_recorded_are_in_order() -> None:
     assert not found.findings, str(found)
 
 
+@pytest.mark.slow
 def test_steps_that_may_be_left_out_are_in_order() -> None:
     zoo = BY_NAME["resnet"]
     found = simulated(compiled(zoo, "dp"), zoo.batch(), before=lambda session: session.skip_not_finite())
@@ -310,7 +312,7 @@ def test_what_a_pipeline_asks_for_is_counted_by_step_and_microbatch() -> None:
 # ---- faults that there were
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ["dp", "1f1b"])
 @pytest.mark.parametrize("zoo", RECURRENT, ids=str)
 def test_recurrent_layers_can_be_differentiated(zoo: ZooModel, options: str) -> None:

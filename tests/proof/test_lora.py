@@ -107,7 +107,7 @@ def test_adapters_train_as_on_one_device(make: Callable[[], Made], plan: str) ->
             assert autopar.verify(other, made[0], made[1]).max_error <= 1e-9
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @MADE
 @pytest.mark.parametrize("plan", ["chosen", "zero3"])
 def test_adapters_in_float32_beside_weights_in_bf16(make: Callable[[], Made], plan: str) -> None:

@@ -229,6 +229,7 @@ def test_a_meta_model_without_weights_says_what_to_give(meta: Path) -> None:
     assert "--weights" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_wrong_world_size_is_said_by_every_rank_and_none_hangs(meta: Path) -> None:
     done = torchrun(3, "run.py", cwd=meta, timeout=60)
     assert done.returncode != 0

@@ -104,6 +104,7 @@ def test_the_answer_stands_on_the_page(
     jsonschema.validate(json.loads(capsys.readouterr().out), PLAN_SCHEMA)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "asked", [[], ["--memory-gb", "0.0001"], ["--pareto", "--halvings", "0"]], ids=["plan", "no fit", "pareto"]
 )

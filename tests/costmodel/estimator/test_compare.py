@@ -75,6 +75,7 @@ def test_the_space_holds_every_published_plan(row):
         assert contains(row_space(w.parallel, w.plan.schedule, plain), w)
 
 
+@pytest.mark.slow
 def test_the_preferred_plan_is_never_slower_than_the_published_one(found):
     for c in found:
         if c.ran:

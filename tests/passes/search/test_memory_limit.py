@@ -57,6 +57,7 @@ def eager_losses() -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_training_needs_more_than_parameters_gradients_and_adamw() -> None:
     held = 4 * sum(p.numel() * 8 for p in make_model().parameters())
     assert needed() > held

@@ -61,6 +61,7 @@ def test_blocks_stay_whole_where_nothing_is_sent_or_messages_take_no_time() -> N
     assert not any(isinstance(line, Cut) for line in lines(program))
 
 
+@pytest.mark.slow
 def test_blocks_stay_whole_where_pieces_win_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(isinstance(line, Cut) for line in lines(compiled(cluster_at(7e8))))
     monkeypatch.setattr(overlap, "LEAST_WON", 0.0)

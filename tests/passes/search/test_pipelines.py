@@ -77,6 +77,7 @@ def test_no_alternative_is_predicted_faster() -> None:
     assert any(len(a.plan.stages) == 1 for a in program.alternatives)
 
 
+@pytest.mark.slow
 def test_fast_links_need_no_pipeline() -> None:
     assert tower(nodes(3e11)).pp == 1
 

@@ -364,6 +364,7 @@ def test_time_that_is_over_elsewhere_is_over_here() -> None:
         search_plans(asked, BATCH)
 
 
+@pytest.mark.slow
 def test_what_a_budget_gets_does_not_depend_on_budgets_before() -> None:
     asked = task(4)
     mesh = candidate_meshes(asked.cluster, asked.options)[-1]
