@@ -253,6 +253,7 @@ def test_state_goes_on_in_a_program_without_buckets() -> None:
     assert alone.on_ranks(resumed) == pytest.approx([losses[1]] * 2, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_safetensors_in_and_out(tmp_path: Path) -> None:
     """Constants of every bucket come with the program, weights from the files."""
     program = program_of("solver", 2)

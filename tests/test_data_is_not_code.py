@@ -190,6 +190,7 @@ def test_manifests(saved: Path, seeds: range, tmp_path: Path) -> None:
     assert every(data, seeds, tmp_path / "manifest.json", attempt)["RuntimeProgramError"] > len(seeds) // 2
 
 
+@pytest.mark.few(1)
 @counts
 @pytest.mark.parametrize("kind", ["saved", "pipeline"])
 def test_programs(kind: str, seeds: range, tmp_path: Path, request: pytest.FixtureRequest) -> None:

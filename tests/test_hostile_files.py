@@ -157,7 +157,7 @@ def refuse_all(attempts: dict[str, Callable[[], Any]], accepted: bool = False) -
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", READERS)
 def test_crafted_files_are_refused_by_name_within_bounds(kind: str, tmp_path: Path) -> None:
     files = dict(READERS[kind][1]())

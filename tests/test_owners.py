@@ -182,7 +182,7 @@ def test_memory_is_what_is_promised(strategy: str, microbatches: int, ranks: int
     assert 0.98 * measured <= predicted <= 1.05 * measured
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8, 12, 24])
 def test_a_rank_holds_its_share_of_the_state(ranks: int) -> None:
     program = compiled(ranks, "muon", 24, 16, strategy="zero3")

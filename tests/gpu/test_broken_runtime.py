@@ -228,7 +228,7 @@ def program(name: str) -> autopar.Program:
     return compiled_zoo(BY_NAME["mlp"], cluster, options=autopar.Options(**PROGRAMS[name]))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("lacking", LACKS, ids=str)
 def test_what_the_runtime_lacks_is_found(lacking: Lack, monkeypatch: pytest.MonkeyPatch) -> None:
     made = program(lacking.program)

@@ -42,6 +42,7 @@ def same_losses(one: dict[str, Any]) -> bool:
     return max(losses) - min(losses) < 0.02 * min(losses)
 
 
+@pytest.mark.slow
 def test_a_rehearsal_gives_one_file_and_says_which(tmp_path: Path) -> None:
     made, said = rehearsed(tmp_path, "facts")
     assert {name: outcome["state"] for name, outcome in made["parts"].items()} == {"facts": "done"}, said

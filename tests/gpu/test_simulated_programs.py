@@ -123,7 +123,7 @@ def test_a_small_program_is_in_order(options: str) -> None:
     assert_the_host_runs_ahead(found, options)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", CASES)
 @pytest.mark.parametrize("zoo", OTHERS, ids=str)
 def test_a_program_is_in_order(zoo: ZooModel, options: str) -> None:

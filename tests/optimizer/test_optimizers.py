@@ -178,7 +178,7 @@ class Together(Trust):
             p.sub_(p.grad / total, alpha=self.param_groups[0]["lr"])
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("factory", [torch.optim.Adafactor, muon_and_adam, Trust])
 @pytest.mark.parametrize("mesh", [{"dp": 4}, {"dp": 2, "tp": 2}])
 def test_optimizers_of_whole_tensors_get_them_whole(factory, mesh):

@@ -208,6 +208,7 @@ def test_plain_spaces_have_no_zero_bubble_schedule_but_the_rows_own():
     assert row_space(row_workload(zb).parallel, "zb-2p", plain=True).schedules == (*PLAIN, "zb-2p")
 
 
+@pytest.mark.slow
 def test_the_benchmark_prints_tables_and_writes_every_row(tmp_path, capsys):
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(SAMPLE[:4]))

@@ -63,6 +63,7 @@ def test_what_waits_for_w_is_held_until_w(zoo: ZooModel) -> None:
         assert not learns or actions["B"].after > 0
 
 
+@pytest.mark.slow
 def test_delaying_w_costs_memory() -> None:
     program = random_pipeline(BY_NAME["llama"], 2, 2, "zb-h1", 8)
     graph = program.lowered.graph

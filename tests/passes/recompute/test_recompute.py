@@ -121,6 +121,7 @@ def test_at_the_bytes_of_any_policy_no_policy_is_faster(name: str) -> None:
             assert ours.again_s <= theirs.again_s * (1 + SLACK)
 
 
+@pytest.mark.slow
 def test_keeping_everything_makes_nothing_again() -> None:
     for template, problem in problems("llama"):
         assert of_values(problem, ()).again_s == 0.0

@@ -108,6 +108,7 @@ def test_kernels_that_widen_what_they_read_give_the_same_bits() -> None:
     assert all(map(torch.equal, gpus.run(batch, steps=3).losses, cpus.run(batch, steps=3).losses))
 
 
+@pytest.mark.slow
 def test_a_pipeline_has_copies_in_the_stages_that_have_room() -> None:
     def pipeline(**options: Any) -> autopar.ParallelProgram:
         return on_gpus(precision="bf16", strategy="auto", pp=2, schedule="1f1b", microbatches=4, **options)

@@ -135,6 +135,7 @@ def test_a_plan_that_wins_in_pieces_alone_is_the_best_one(monkeypatch: pytest.Mo
     assert tried == ["best", "next"], "what computes or sends for too long is not tried"
 
 
+@pytest.mark.slow
 def test_a_piece_is_no_cheaper_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured passes over what fits into a cache take next to nothing here."""
     program, price = compiled(cluster_at(2e8)), Pricer.op_s

@@ -86,6 +86,7 @@ def test_slow_links_ask_for_several_microbatches() -> None:
     assert over_slow_links().plan.microbatches > 1
 
 
+@pytest.mark.slow
 def test_equal_layers_are_cut_into_equal_stages() -> None:
     program = tower(nodes(3e11), layers=7, pp=4, chunks=1, microbatches=8)
     held = [sum(n.endswith("weight") for n in stage.parameters) for stage in program.stages]

@@ -147,6 +147,7 @@ def a_firewall_that_passes_that_port_alone(program, tmp_path):
     assert first.has("error: closed port: rank", "cannot connect to rank", "at 10.9.0.", "all TCP ports")
 
 
+@pytest.mark.slow
 def test_a_host_that_takes_itself_for_loopback(program, tmp_path):
     """A host takes itself for loopback as some installations enter its name in /etc/hosts."""
     setup = "sed 's/10.9.0.2 beta/127.0.1.1 beta/' $DIR/hosts > $DIR/own; on_b \"mount --bind $DIR/own /etc/hosts\""
@@ -202,6 +203,7 @@ def test_a_file_that_is_missing_on_one_machine(program, tmp_path):
     assert ended[0].has("error: missing file: rank 1 (beta)", "stages/stage_0.py", "copy the whole directory")
 
 
+@pytest.mark.slow
 def test_data_that_one_machine_does_not_have(program, tmp_path):
     (tmp_path / "data.py").write_text("")
     hidden = f"on_b 'mount -t tmpfs none {tmp_path / 'own'}'"
