@@ -107,7 +107,7 @@ def test_depth_costs_no_variables() -> None:
     from benchmarks.models import Llama, LlamaShape
 
     sizes = set()
-    for layers in (4, 6):
+    for layers in (8, 12):
         with torch.device("meta"):
             model = Llama(LlamaShape(layers, 64, 128, 4, 2, 128), 32)
         ids = torch.empty(8, 32, dtype=torch.long, device="meta")
