@@ -161,7 +161,6 @@ def test_sixteen_rows_go_on_with_three_ranks_of_four(rebalance):
     assert [*before, *after] == pytest.approx(whole, rel=1e-9)
 
 
-@pytest.mark.slow
 def test_saving_again_takes_away_programs_that_are_no_longer_asked_for(program, tmp_path):
     out = program.save(tmp_path / "out", also=[2, 3])
     program.save(out, also=[3])

@@ -241,7 +241,6 @@ def test_steps_that_are_recorded_are_in_order() -> None:
     assert not found.findings, str(found)
 
 
-@pytest.mark.slow
 def test_steps_that_may_be_left_out_are_in_order() -> None:
     zoo = BY_NAME["resnet"]
     found = simulated(compiled(zoo, "dp"), zoo.batch(), before=lambda session: session.skip_not_finite())

@@ -209,7 +209,7 @@ def test_small_networks_hold_what_was_predicted(name: str) -> None:
     assert_kept(compiled(BY_NAME[name], "dp", 2, 4), BY_NAME[name].batch(1))
 
 
-@pytest.mark.slow
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", ["dp", "zero3", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("policy", ["selective", "full", "random"])
 @pytest.mark.parametrize("zoo", [WIDE[1], WIDE[2]], ids=str)

@@ -70,7 +70,6 @@ def test_experts_get_an_axis_of_their_own_where_that_is_faster() -> None:
     assert program.predicted.step_time_s < 0.999 * min(on_mesh(program, dp=64), on_mesh(program, dp=8, tp=8))
 
 
-@pytest.mark.slow
 def test_stages_whose_ranks_are_more_than_rows_get_an_axis_for_sequences() -> None:
     """On the first meshes of 32 ranks the outer axis takes the rows or shares them, but not both."""
     program = in_two_stages()

@@ -34,7 +34,6 @@ def test_blocks_of_rows_are_planned_once_more_in_order(options: dict[str, object
     assert any(one.plan == natural.plan for one in best.alternatives)
 
 
-@pytest.mark.slow
 def test_a_program_that_cannot_be_ordered_keeps_its_plan() -> None:
     natural, best = planned(Sliced(LONG), order=0, mesh={"cp": 8}), planned(Sliced(LONG), mesh={"cp": 8})
     assert best.plan == natural.plan

@@ -89,7 +89,6 @@ CANNOT: dict[str, dict[str, str]] = {
 """By what the line says: the environment of a launch, with a port that is free and one at which somebody else listens."""
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_launch_that_cannot_work_ends_with_one_line(emitted):  # noqa: F811
     def look(said: str, environment: dict[str, str], ports: dict[str, str]) -> None:

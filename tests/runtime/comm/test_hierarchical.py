@@ -205,7 +205,6 @@ def test_ranks_in_other_places_compute_the_same() -> None:
     run_threads(4, program.mesh, rank, timeout_s=60)
 
 
-@pytest.mark.slow
 def test_on_other_machines_than_described_collectives_go_flat_and_say_so(tmp_path: Path) -> None:
     results = processes("elsewhere", tmp_path)
     (said,) = results[0]["said"]

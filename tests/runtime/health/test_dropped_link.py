@@ -36,7 +36,6 @@ DROP = """(
 ) &"""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("hang_s", [4, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.timeout(200)
 def test_a_dropped_link_is_named_on_both_its_ends_at_the_limit(emitted, tmp_path, hang_s):  # noqa: F811

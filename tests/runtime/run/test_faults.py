@@ -279,7 +279,6 @@ def test_the_culprit_of_a_staged_fault_is_named(out, tmp_path, slow):
     at_once({name: functools.partial(look, name, *row) for name, row in cases.items()}, most=4)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_losses_that_are_no_numbers_are_skipped_and_one_far_above_the_usual_takes_the_run_back(staged):
     done = staged("wrong_numbers", "--on-nan", "skip", "--spike", 5, "--grad-norm")

@@ -246,7 +246,6 @@ def test_a_terminal_gets_one_line_and_a_file_one_per_step():
         assert "step 3  loss 0.5  100.0 ms" in out.getvalue()
 
 
-@pytest.mark.slow
 def test_a_run_writes_records_beside_its_steps(emitted, tmp_path):  # noqa: F811
     out = tmp_path / "out"
     shutil.copytree(emitted, out, ignore=shutil.ignore_patterns("saved", "__pycache__"))

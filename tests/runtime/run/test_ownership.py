@@ -185,7 +185,6 @@ def test_a_second_torchrun_is_refused_and_the_first_goes_on(out, tmp_path):
     assert steps == list(range(1, 241))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_run_whose_every_process_was_killed_is_taken_over_at_once(out, tmp_path):
     run = tmp_path / "run"

@@ -202,7 +202,6 @@ def test_signals_save_and_end_killed_ranks_are_started_again_and_the_same_comman
     assert same(run, wanted)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(100)
 def test_ctrl_c_ends_at_once_the_second_time(out, tmp_path):
     process = start(out, command(out, tmp_path / "run", "slower", "--save-every", "100"))

@@ -289,7 +289,6 @@ def test_an_own_loop_names_ranks_with_other_data_within_two_steps(out, tmp_path)
     at_once({case[0]: functools.partial(look, *case) for case in cases}, most=3)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(100)
 def test_batches_that_nobody_compared_are_compared_when_a_script_ends(out, tmp_path):
     done = torchrun(2, out / "own_loop.py", out, "quietly other", tmp_path / "saved")
