@@ -10,11 +10,23 @@ import importlib
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests import warm
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """A worker is told where workers share a warm Python."""
+    node.workerinput["warm"] = str(warm.own_folder())
+
 
 def pytest_configure(config: pytest.Config) -> None:
+    if "warm" in getattr(config, "workerinput", {}):
+        warm.GIVEN[:] = [Path(config.workerinput["warm"])]
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         with kept_bytecode():
             config.pluginmanager.register(importlib.import_module("tests.every_test"), "every_test")

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,8 +37,25 @@ settings.register_profile(
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+settings.register_profile("quick", settings.get_profile("ci"), max_examples=12)
 settings.register_profile("explore", settings.get_profile("ci"), derandomize=False, max_examples=500)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where slow tests are left out, a property that does not say how many examples it wants is looked at in fewer."""
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick" if without_slow(config) else "ci"))
+
+
+def without_slow(config: pytest.Config) -> bool:
+    return config.option.markexpr == "not slow"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
+    """Where slow tests are left out, those that are slow whatever their parameters are not made at all."""
+    marks = getattr(obj, "pytestmark", ())
+    left_out = without_slow(collector.config) and any(mark.name == "slow" for mark in marks)
+    return [] if left_out and isinstance(obj, types.FunctionType) else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow

@@ -253,6 +253,7 @@ def test_state_goes_on_in_a_program_without_buckets() -> None:
     assert alone.on_ranks(resumed) == pytest.approx([losses[1]] * 2, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_safetensors_in_and_out(tmp_path: Path) -> None:
     """Constants of every bucket come with the program, weights from the files."""
     program = program_of("solver", 2)
@@ -306,6 +307,7 @@ def test_what_rests_in_memory_tiers_rests_there_in_every_bucket(kind: str) -> No
     assert_equal(program, model(), [one for one in EPOCH if len(one["ids"]) == 8])
 
 
+@pytest.mark.slow
 def test_images_of_two_sizes_through_batch_statistics() -> None:
     torch.manual_seed(3)
     layers = (nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())

@@ -190,6 +190,7 @@ def test_manifests(saved: Path, seeds: range, tmp_path: Path) -> None:
     assert every(data, seeds, tmp_path / "manifest.json", attempt)["RuntimeProgramError"] > len(seeds) // 2
 
 
+@pytest.mark.few(1)
 @counts
 @pytest.mark.parametrize("kind", ["saved", "pipeline"])
 def test_programs(kind: str, seeds: range, tmp_path: Path, request: pytest.FixtureRequest) -> None:
@@ -314,7 +315,7 @@ class Called:
         return eval, (f"__import__('os').environ.__setitem__({CANARY!r}, '1')",)
 
 
-@pytest.mark.parametrize("every", [6, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [12, pytest.param(2, marks=pytest.mark.slow)])
 def test_names_of_classes_and_axes_do_not_reach_the_text_as_code(every: int) -> None:
     for payload in PAYLOADS[::every]:
         if "\x00" in payload or "\ud800" in payload or len(payload) > 1000:

@@ -109,6 +109,7 @@ def assert_equal(result: autopar.RunResult, made: nn.Module, turns: list[tuple[s
     torch.testing.assert_close(result.state_dict(), dict(trained.state_dict()), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("plan", "ranks"),
     [

@@ -20,7 +20,7 @@ def run_script(script: str, *args: str, cwd: Path) -> str:
     return ran.stdout
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["quickstart.py", "plan_by_hand.py", "custom_op.py", "branches.py"])
 def test_example_runs(script: str, tmp_path: Path) -> None:
     assert run_script(f"examples/{script}", cwd=tmp_path)

@@ -62,6 +62,7 @@ def test_every_folder_with_modules_is_a_package() -> None:
             assert (module.parent / "__init__.py").exists(), f"{module.parent} has modules but no __init__.py"
 
 
+@pytest.mark.slow
 def test_installed_wings_import_from_anywhere(tmp_path: Path) -> None:
     code = (
         "import importlib.util as u, autopar.passes, autopar.costmodel, autopar.codegen\n"

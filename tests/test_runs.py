@@ -54,6 +54,7 @@ def test_what_divides_by_no_number_of_ranks_is_shared_by_all(ranks: int, strateg
     equal_to_eager(program, 12 * ranks)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_ranks_may_be_more_than_elements(strategy: str) -> None:
     """A bias of two elements on seven ranks: five of them hold a zero that fills the run up."""
@@ -73,7 +74,7 @@ def test_ranks_may_be_more_than_elements(strategy: str) -> None:
     assert result.max_error <= 1e-9
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, 5, 6, 7])
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("zoo", MODELS, ids=str)
@@ -110,7 +111,7 @@ def test_blocks_and_stages_may_rest_in_runs(options: dict[str, Any]) -> None:
     equal_to_eager(program)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("ranks", "mesh"), [(8, {"dp": 2, "tp": 4}), (4, {"dp": 2, "tp": 2}), (6, {"dp": 3, "tp": 2})])
 @pytest.mark.parametrize("strategy", ["megatron-zero1", "megatron-zero2"])
 def test_the_state_of_a_matrix_of_few_rows_is_a_run_of_its_columns(
@@ -134,7 +135,7 @@ def test_the_state_of_a_matrix_of_few_rows_is_a_run_of_its_columns(
     assert autopar.verify(program, net(), (x,)).max_error <= 1e-9
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "update", [{"clip_grad_norm": 0.1}, {"clip_grad_norm": autopar.ClipNorm(0.1, float("inf"))}, {"loss_scaling": True}]
 )
@@ -157,6 +158,7 @@ def test_memory_is_what_is_promised(strategy: str, offload: str | None) -> None:
     assert same(program.run([batch()] * 2), here.run([batch()] * 2))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("compression", ["bf16", "int8"])
 def test_compressed_gradients_of_runs_train(compression: str) -> None:
     cluster = autopar.ClusterSpec.local(3).with_tiers()
@@ -167,7 +169,7 @@ def test_compressed_gradients_of_runs_train(compression: str) -> None:
     assert abs(losses[-1] - exact[-1]) < 0.02 * exact[-1]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -284,7 +286,7 @@ def narrow(ranks: int, microbatches: int) -> autopar.ParallelProgram:
     return wide(ranks, microbatches, 701)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", [wide, narrow, gpt2_xl])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 6, 7, 8, 24, 56, 96, 1000])
 def test_a_rank_holds_its_share_of_the_state(make: Any, ranks: int) -> None:
@@ -367,7 +369,7 @@ def equal_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) ->
     return all(torch.equal(value, right[name]) for name, value in left.items())
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "dp"), (2, "zero3"), (5, "zero1"), (6, "zero3")])
 def test_threads_read_the_bits_that_processes_saved(saved: Path, ranks: int, strategy: str) -> None:
     full = torch.load(saved / "full.pt")

@@ -114,7 +114,7 @@ def test_rows_are_shared_along_the_first_axis_that_does_not_divide_them() -> Non
 # --- right, on any number of ranks
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, 5, 6, 7])
 @pytest.mark.parametrize("strategy", ["dp", "zero1", "zero2", "zero3", "auto"])
 @pytest.mark.parametrize("zoo", MODELS, ids=str)
@@ -324,6 +324,7 @@ def test_processes_read_and_write_the_same_bits_in_other_blocks(
     assert equal_bits(on_threads(program, again / "ours"), full)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("ranks", "rows"), [(5, 17), (7, 60)])
 def test_odd_models_and_odd_batches_train(ranks: int, rows: int) -> None:
     equal_to_eager(compiled(ranks, rows, strategy="zero3"), rows)

@@ -351,6 +351,7 @@ def test_the_code_of_a_rank_is_that_of_its_stage(pipeline, capsys):
     assert (pipeline / "stages" / "stage_0.py").read_text() not in text
 
 
+@pytest.mark.slow
 def test_messages_inside_ops_are_shown_with_what_hides_them(tmp_path, capsys):
     """The links are so fast that work hides the messages."""
     cluster = autopar.ClusterSpec.preset("dgx-h100", 1)

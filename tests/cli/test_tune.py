@@ -68,6 +68,7 @@ def stages_of(out: Path) -> set[int]:
     return {len(autopar.Plan.load(path).stages) for path in out.glob("**/plan.json")}
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_the_search_ruled_out_is_a_candidate(program, tmp_path: Path):
     assert all(len(other.plan.stages) == 1 for other in program.alternatives)
     assert stages_of(program.save(tmp_path / "all", candidates=8)) == {1, 2}

@@ -57,6 +57,7 @@ def test_the_four_orders_of_two_kinds_of_nodes_give_one_plan_and_one_time(
             assert program.cluster.device(rank) == program.request.cluster.device(place), "machines are those listed"
 
 
+@pytest.mark.slow
 def test_stages_take_the_kind_first_that_is_faster_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """A head of many classes wants the fast kind last; the plan is the best one of those for either order."""
     with torch.device("meta"):

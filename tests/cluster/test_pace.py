@@ -59,6 +59,7 @@ def test_a_dtype_that_all_kinds_have_is_chosen_where_none_is_named() -> None:
     assert ClusterSpec.homogeneous(devices=2, device=only_32).half_dtype == "float32"
 
 
+@pytest.mark.slow
 def test_the_order_of_machines_changes_no_plan_on_one_mesh_and_no_time() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2048, 8192), nn.GELU(), nn.Linear(8192, 2048))

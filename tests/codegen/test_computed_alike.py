@@ -63,6 +63,7 @@ def test_a_convolution_that_ranks_do_alike_is_named_and_the_program_says_so(tmp_
     assert "\nIN_ORDER = True\n" in (tmp_path / "pipeline.py").read_text()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -92,6 +92,7 @@ def test_no_line_is_longer_than_a_screen_is_wide(two):
     assert not long, long
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "options",
     [

@@ -18,7 +18,7 @@ from tests.passes.schedule.pipelines import PAPER, chains, dags
 chain = StageGraph.chain
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("row", PAPER, ids=lambda r: f"{r['model']}-m{r['m']}")
 def test_reproduces_the_zero_bubble_paper(row):
     p, m = row["p"], row["m"]

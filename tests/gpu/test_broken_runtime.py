@@ -228,7 +228,7 @@ def program(name: str) -> autopar.Program:
     return compiled_zoo(BY_NAME["mlp"], cluster, options=autopar.Options(**PROGRAMS[name]))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("lacking", LACKS, ids=str)
 def test_what_the_runtime_lacks_is_found(lacking: Lack, monkeypatch: pytest.MonkeyPatch) -> None:
     made = program(lacking.program)
@@ -238,7 +238,7 @@ def test_what_the_runtime_lacks_is_found(lacking: Lack, monkeypatch: pytest.Monk
     assert any(lacking.file in place for place in places), str(found)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_runtime_as_it_is_lacks_nothing(name: str) -> None:
     found = simulated(program(name), BY_NAME["mlp"].batch())

@@ -105,6 +105,7 @@ def test_a_step_runs_on_fake_gpus(name: str, ranks: int, precision: str | None) 
     assert not any(op.endswith("_for_cpu") for op in names)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("precision", "device", "kernel"), [(None, H100, "efficient"), ("bf16", A100, "flash"), ("bf16", H100, "cudnn")]
 )

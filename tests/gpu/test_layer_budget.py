@@ -128,6 +128,7 @@ def regions_of(size: str) -> dict[str, RegionKernels]:
     return {r.where.partition(" ")[0]: region_kernels(r) for r in stage.regions if r.where.startswith("blocks_")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_a_compiled_layer_is_two_regions_of_few_kernels(size: str) -> None:
     """Kernels are those that inductor's scheduler makes for an H100. Outside the regions gradients of seven weights are cast."""
@@ -156,6 +157,7 @@ def billed(layers: int, size: str) -> tuple[float, float]:
     return apart_s * rate, fused_s * rate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_bytes_are_those_of_the_bill_and_the_bill_is_torch_compiles(
     size: str, capsys: pytest.CaptureFixture[str]

@@ -42,6 +42,7 @@ def same_losses(one: dict[str, Any]) -> bool:
     return max(losses) - min(losses) < 0.02 * min(losses)
 
 
+@pytest.mark.slow
 def test_a_rehearsal_gives_one_file_and_says_which(tmp_path: Path) -> None:
     made, said = rehearsed(tmp_path, "facts")
     assert {name: outcome["state"] for name, outcome in made["parts"].items()} == {"facts": "done"}, said
@@ -124,6 +125,7 @@ def test_the_suite_is_every_test_of_gpus() -> None:
     assert all((ROOT / file).exists() for file in files(rehearsal=False))
 
 
+@pytest.mark.slow
 def test_outcomes_of_tests_are_read_from_pytests_file(tmp_path: Path) -> None:
     tests = tmp_path / "test_three.py"
     tests.write_text(

@@ -123,7 +123,7 @@ def test_a_small_program_is_in_order(options: str) -> None:
     assert_the_host_runs_ahead(found, options)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", CASES)
 @pytest.mark.parametrize("zoo", OTHERS, ids=str)
 def test_a_program_is_in_order(zoo: ZooModel, options: str) -> None:
@@ -178,6 +178,7 @@ def test_rows_of_a_pipelines_mixtures_are_told_of_when_all_is_computed(schedule:
         assert [action[:2] for action in told_in(budget)] == ["W1"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backward", [False, True])
 def test_rows_that_go_to_nodes_first_are_never_counted_by_the_host(backward: bool) -> None:
     def rank(_: int, machine: Machine) -> None:
@@ -310,7 +311,7 @@ def test_what_a_pipeline_asks_for_is_counted_by_step_and_microbatch() -> None:
 # ---- faults that there were
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ["dp", "1f1b"])
 @pytest.mark.parametrize("zoo", RECURRENT, ids=str)
 def test_recurrent_layers_can_be_differentiated(zoo: ZooModel, options: str) -> None:
@@ -318,6 +319,7 @@ def test_recurrent_layers_can_be_differentiated(zoo: ZooModel, options: str) -> 
     assert not found.findings, str(found)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", NOT_ARRIVED)
 def test_gradients_in_memory_tiers_have_arrived_where_the_host_reads_them(options: str) -> None:
     found = simulate(BY_NAME["mlp"], options)
@@ -340,6 +342,7 @@ def test_state_is_copied_before_it_is_written_to_files(options: str) -> None:
     assert not found.findings, str(found)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", ["optimizer offloaded", "all offloaded"])
 def test_state_in_memory_tiers_has_arrived_where_it_is_saved(options: str) -> None:
     found = simulate(BY_NAME["mlp"], options, copied)

@@ -190,7 +190,7 @@ def sweep(examples: int) -> None:
 
 
 def test_rows_that_travel_to_their_experts_give_the_loops_values_and_gradients() -> None:
-    sweep(40)
+    sweep(20)
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ def sweep(examples: int) -> None:
 
 
 def test_rows_that_go_to_nodes_first_give_the_loops_values_and_gradients() -> None:
-    sweep(25)
+    sweep(12)
 
 
 @pytest.mark.slow
@@ -196,7 +196,7 @@ def test_more_rows_than_promised_stop_every_rank_alike_by_name(what: str, rank: 
     torch.testing.assert_close(torch.cat(enough), one.expected(one.x)[0])
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("imbalance", [1.0, 1.25, 2.0])
 def test_a_step_takes_no_more_memory_than_promised(imbalance: float, backward: bool) -> None:

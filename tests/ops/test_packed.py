@@ -88,7 +88,7 @@ def test_random_plans_of_packed_documents_are_eagers(given: str) -> None:
         assert autopar.verify(other, model, batch(given, 2, 32, seed)).max_error <= 1e-9, seed
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", CAUSAL)
 @pytest.mark.parametrize("given", GIVEN)
 def test_a_mask_is_never_whole_where_its_rows_are_in_blocks(given: str, causal: str) -> None:

@@ -140,6 +140,7 @@ def test_a_uniform_number_is_below_one_in_every_dtype(dtype: torch.dtype) -> Non
     assert u.max() < 1
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("p", [1e-5, 1e-4, 3e-3, 0.01, 0.1, 0.5, 0.999])
 def test_a_rate_is_what_was_asked_for_however_small(p):
     """Dropped of 2^24 elements: within five deviations of the binomial, which tells the rate to a thousandth where p is large."""

@@ -95,7 +95,7 @@ def check_plan(ranks: int, seed: int) -> None:
     assert result.max_error <= 1e-9, result.errors
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "seed"), [(2, 0), (2, 1), (4, 0), (4, 1), (4, 2), (4, 3)])
 def test_registered_ops_compute_the_same_under_random_plans(ranks: int, seed: int) -> None:
     check_plan(ranks, seed)

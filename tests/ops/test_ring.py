@@ -195,7 +195,7 @@ def test_a_causal_transformer_whose_keys_go_round_is_eagers(choices: dict[str, s
     assert autopar.verify(ring, model, tokens()).ok
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [0, 4])
 def test_dropout_in_a_ring_is_that_of_one_rank(order: int) -> None:
     """`verify` compares with the same program on one rank."""

@@ -76,7 +76,7 @@ def sweep(name: str, examples: int) -> None:
     check()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SCANS)
 def test_over_blocks_it_is_that_of_one_device(name: str) -> None:
     sweep(name, 12)

@@ -42,6 +42,7 @@ def sweep(name: str, examples: int) -> None:
     check()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CHOOSERS)
 def test_of_equal_values_the_first_is_found_as_on_one_device(name: str) -> None:
     sweep(name, 12)

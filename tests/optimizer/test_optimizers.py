@@ -98,11 +98,12 @@ def test_every_optimizer_of_torch_is_known():
     assert set(VARIANTS) == set(ELEMENTWISE)
 
 
+@pytest.mark.few(3)
 def test_these_plans_shard_what_the_optimizer_sees(program):
     assert any(not p.optimizer.is_replicated for s in program.plan.stages for p in s.parameters.values())
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_optimizers_run_on_shards_as_on_one_device(program, name):
     for kwargs in VARIANTS[name]:
@@ -177,7 +178,7 @@ class Together(Trust):
             p.sub_(p.grad / total, alpha=self.param_groups[0]["lr"])
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("factory", [torch.optim.Adafactor, muon_and_adam, Trust])
 @pytest.mark.parametrize("mesh", [{"dp": 4}, {"dp": 2, "tp": 2}])
 def test_optimizers_of_whole_tensors_get_them_whole(factory, mesh):
@@ -314,7 +315,7 @@ def test_an_overflow_is_recovered_from():
     torch.testing.assert_close(weight, compiled().on_ranks(plain)[0], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("strategy", "times"), [("dp", 1), ("zero1", 1), ("zero2", 8), ("zero3", 8)])
 def test_a_step_of_eight_microbatches_reduces_gradients_as_often_as_the_strategy_says(strategy, times):
     def sent(parts):

@@ -176,6 +176,7 @@ def on_two() -> autopar.ParallelProgram:
     return compiled(Model(), ADAMW, 2, mesh={"dp": 2}, strategy="dp")
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_leaves_them_alone(name: str, on_two: autopar.ParallelProgram) -> None:
     expected, _ = eager(Model(), OPTIMIZERS[name])

@@ -46,7 +46,7 @@ def test_gradients_are_reduced_by_microbatch_where_a_strategy_says_so() -> None:
     assert not any(p.by_microbatch for p in zero1.lowered.stages[0].parameters.values())
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("zoo", MODELS, ids=str)
 def test_the_step_is_that_of_eager(zoo: ZooModel, name: str) -> None:
@@ -84,6 +84,7 @@ def compiled_large(**options: Any) -> autopar.Program:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_microbatches_hold_no_more_gradients_than_one(strategy: str) -> None:
     """Messages under way are more where there are several microbatches: two of 25 MB, and what they give."""

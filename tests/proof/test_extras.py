@@ -95,6 +95,7 @@ def check_equal(one: autopar.ParallelProgram, steps: int = 2) -> None:
     }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
@@ -112,6 +113,7 @@ def test_extras_are_those_of_one_device(ranks: int, options: dict[str, Any]) -> 
     check_equal(program(ranks, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_random_plans_give_the_same_extras(microbatches: int) -> None:
     one = program(4, microbatches=microbatches)

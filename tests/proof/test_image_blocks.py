@@ -86,7 +86,7 @@ def equals_one_device(program: autopar.ParallelProgram, form: str, batch: tuple[
     assert max(result.errors.values()) <= TOLERANCE, result
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @every_form
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_one_image_on_several_ranks_is_cut_by_the_search_itself(form: str, ranks: int) -> None:

@@ -102,12 +102,11 @@ def test_adapters_train_as_on_one_device(make: Callable[[], Made], plan: str) ->
     program = compiled(made, **PLANS[plan])
     assert autopar.verify(program, made[0], made[1]).max_error <= 1e-9
     if plan == "chosen":
-        for seed in (3, 8):
-            other = program.with_plan(autopar.random_plan(program, seed, pp=1))
-            assert autopar.verify(other, made[0], made[1]).max_error <= 1e-9
+        other = program.with_plan(autopar.random_plan(program, 3, pp=1))
+        assert autopar.verify(other, made[0], made[1]).max_error <= 1e-9
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @MADE
 @pytest.mark.parametrize("plan", ["chosen", "zero3"])
 def test_adapters_in_float32_beside_weights_in_bf16(make: Callable[[], Made], plan: str) -> None:

@@ -166,6 +166,7 @@ DOUBLE = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("make", "batch", "options"), DOUBLE, ids=["spectral", "rotary", "rotary in stages"])
 def test_nothing_is_left_in_single_precision(make: Any, batch: Any, options: autopar.Options) -> None:
     torch.manual_seed(0)

@@ -138,6 +138,7 @@ def test_optimizer_state_leaves_the_device() -> None:
     assert moved.account.tier_peaks == ({"ddr": state},)
 
 
+@pytest.mark.slow
 def test_saved_values_of_many_layers_leave_the_device() -> None:
     """The values that two calls keep are on the device at once, of twelve equal layers, and no more."""
     deep = dataclasses.replace(

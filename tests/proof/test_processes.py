@@ -70,8 +70,8 @@ def compiled(ranks: int, model: nn.Module | None = None, **options: Any) -> auto
 
 
 CASES = {
-    "2-dp": (2, {"mesh": {"dp": 2}, "strategy": "dp"}),
     "2-zero3": (2, {"mesh": {"dp": 2}, "strategy": "zero3", "microbatches": 2}),
+    "2-dp": (2, {"mesh": {"dp": 2}, "strategy": "dp"}),
     "4-megatron": (
         4,
         {"mesh": {"dp": 2, "tp": 2}, "constraints": {"up.weight": "[@tp, .]", "down.weight": "[., @tp]"}},
@@ -122,12 +122,14 @@ def test_processes_train_as_the_threads_of_program_run_do(case: str, trained: Ca
         same(got["weights"], want.state_dict())
 
 
-def test_each_process_holds_only_its_shard_of_the_weights(trained: Callable[[str], Trained]) -> None:
-    for case, share in (("2-dp", 1), ("2-zero3", 2)):
-        program, ranks, _ = trained(case)
-        full = sum(w.numel() for w in program.weights().values())
-        for got in ranks:
-            assert sum(math.prod(shape) for shape in got["held"].values()) == full // share
+@pytest.mark.parametrize(("case", "share"), [("2-zero3", 2), pytest.param("2-dp", 1, marks=pytest.mark.slow)])
+def test_each_process_holds_only_its_shard_of_the_weights(
+    case: str, share: int, trained: Callable[[str], Trained]
+) -> None:
+    program, ranks, _ = trained(case)
+    full = sum(w.numel() for w in program.weights().values())
+    for got in ranks:
+        assert sum(math.prod(shape) for shape in got["held"].values()) == full // share
 
 
 @pytest.mark.slow
@@ -229,6 +231,7 @@ def test_a_meta_model_without_weights_says_what_to_give(meta: Path) -> None:
     assert "--weights" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_wrong_world_size_is_said_by_every_rank_and_none_hangs(meta: Path) -> None:
     done = torchrun(3, "run.py", cwd=meta, timeout=60)
     assert done.returncode != 0

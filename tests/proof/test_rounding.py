@@ -35,7 +35,7 @@ def assert_rounds_like_eager(
     assert found["emitted"][1] > 1e-4, "nothing was rounded"
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("plan", "ranks"), [("dp", 1), ("dp", 2), ("zero3", 2), ("megatron", 4), ("1f1b", 2)])
 @pytest.mark.parametrize("name", ["llama", "bert", "mlp"])
 def test_bf16_training_errs_no_more_than_eager_bf16(name: str, plan: str, ranks: int) -> None:

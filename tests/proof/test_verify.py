@@ -85,6 +85,7 @@ def refuted(program: autopar.Program, model: nn.Module) -> dict[str, float]:
     return {name: e for name, e in result.errors.items() if not e <= result.tolerance}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", [plain, with_dropout, with_batch_norm])
 def test_what_is_mutated_below_is_right_before(make: Callable[[], nn.Module]) -> None:
     model = make()
@@ -279,6 +280,7 @@ class Scaled(nn.Module):
         return (h * self.of(37**0.5, h)).sin().square().mean()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "of",
     [

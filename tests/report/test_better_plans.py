@@ -51,6 +51,7 @@ def test_the_nearest_plan_changes_the_fewest_decisions(monkeypatch: pytest.Monke
     assert nearest.degrees == {"dp": 8}
 
 
+@pytest.mark.slow
 def test_a_layout_that_does_not_fit_is_beaten_by_what_fits() -> None:
     layout = Layout(dp=8, micro_batch=2, global_batch=16)
     program = compiled(layout, 16384, 24)
@@ -60,6 +61,7 @@ def test_a_layout_that_does_not_fit_is_beaten_by_what_fits() -> None:
     assert all(over_bytes(one.program) <= 0 for one in found)
 
 
+@pytest.mark.slow
 def test_the_best_plan_has_no_better() -> None:
     layout = Layout(dp=8, zero=3, micro_batch=1, global_batch=16)
     program = compiled(layout, 1024, 3)

@@ -34,6 +34,7 @@ def directory(asks: bool, value: float) -> Path:
     return together._first_program(request, fingerprint(request))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("asks", [False, True])
 def test_an_example_of_other_numbers_has_another_program_where_branches_follow_it(
     asks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -85,6 +85,7 @@ def test_three_lines_change_at_most(name: str) -> None:
     assert 0 < len(added) <= MOST_LINES, "\n".join(added)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", QUICK)
 def test_a_script_on_two_ranks_computes_what_it_did(name: str) -> None:
     assert_equal_to_one_device(name, 2, None)

@@ -3,9 +3,11 @@
 `python()` is the path of an executable that takes what Python takes (`-u`, `-c TEXT`, `-m MODULE`, FILE, arguments). To
 a test of ours a process of it differs in nothing from a fresh one: argv, environment, working directory, streams,
 signals, namespaces, `sys.path` and exit status are the caller's, and nothing of autopar is imported. What it compiles to
-bytecode is kept for the others in `build`, by what the source says, wherever it lies. Behind it stands one server
-per test process, which imports torch once and forks; the executable is a client, which hands over its streams, passes
-signals on and ends as the fork ends. In the fork it is `sys.executable`, so torchrun starts ranks by it too.
+bytecode is kept for the others in `build`, by what the source says, wherever it lies. Behind it stands one server,
+which imports torch once and forks; the executable is a client, which hands over its streams, passes signals on and ends
+as the fork ends. In the fork it is `sys.executable`, so torchrun starts ranks by it too. Test processes that share tests
+among them share a server: the first that needs it starts it, in the folder that they were given, and it ends with the
+process that gave it.
 
 What must be a start from nothing (packaging, a program beside which nothing but torch is installed), or is looked at as a
 family of processes, uses the sys.executable of the test.
@@ -14,6 +16,7 @@ family of processes, uses the sys.executable of the test.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import functools
 import os
 import shlex
@@ -27,14 +30,37 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
+GIVEN: list[Path] = []
+"""The folder that this process was given, if any."""
+
+
+@functools.cache
+def own_folder() -> Path:
+    """A folder for a server, which ends when this process does."""
+    folder = Path(tempfile.mkdtemp(prefix="warm"))
+    os.mkfifo(folder / "ends")
+    os.open(folder / "ends", os.O_RDWR)  # closed as the process ends, however it does
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 @functools.cache
 def python() -> str:
     """The executable. Where the system has no descriptors of processes it is a plain Python."""
     if not hasattr(os, "pidfd_open"):
         return sys.executable
-    folder = Path(tempfile.mkdtemp(prefix="warm"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    executable, address = folder / "python", str(folder / "socket")
+    folder = GIVEN[0] if GIVEN else own_folder()
+    executable = folder / "python"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not executable.exists():
+            _serve(folder, executable)
+    return str(executable)
+
+
+def _serve(folder: Path, executable: Path) -> None:
+    """Start the server of a folder."""
+    address = str(folder / "socket")
     client = shlex.join([sys.executable, "-IS", str(HERE / "client.py"), address])
     executable.write_text(f'#!/bin/sh\nexec {client} "$@"\n')
     executable.chmod(0o755)
@@ -43,11 +69,8 @@ def python() -> str:
         listener.listen(64)
         command = [sys.executable, str(HERE / "server.py"), str(listener.fileno()), str(executable)]
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-        server = subprocess.Popen(
-            command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=environment, start_new_session=True
-        )
-    atexit.register(server.communicate)  # the server ends with its stdin
-    return str(executable)
+        with (folder / "ends").open("rb") as ends:
+            subprocess.Popen(command, stdin=ends, pass_fds=[listener.fileno()], env=environment, start_new_session=True)
 
 
 def torchrun(

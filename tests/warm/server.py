@@ -216,9 +216,11 @@ def stack(context: int = 1) -> list[inspect.FrameInfo]:
 
 
 def prepare() -> None:
-    """Import, and leave it to no collection of garbage to touch the memory that forks share."""
+    """Import, and leave it to no collection of garbage to touch the memory that forks share. Which module is in which file is
+    looked up once for all forks: torch asks where it registers an op, and the first answer takes every module's real path."""
     for name in IMPORTED:
         importlib.import_module(name)
+    inspect.getmodule(sys._getframe())
     inspect.stack = stack
     torch.set_num_threads(1)
     multiprocessing.spawn.set_executable(sys.executable)  # which hands more than three streams over

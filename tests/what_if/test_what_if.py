@@ -52,6 +52,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("changes", "options"), CHANGES.values(), ids=CHANGES)
 def test_the_answer_is_what_compile_gives_from_scratch(changes: dict[str, Any], options: dict[str, Any]) -> None:
     found, fresh = solved(program().what_if(**changes)), mlp(**options)

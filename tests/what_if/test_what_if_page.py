@@ -69,6 +69,7 @@ RUN = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("command", RUN)
 def test_a_command_of_the_page_answers(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(shlex.split(command)[1:]) == 0
@@ -103,6 +104,7 @@ def test_the_answer_stands_on_the_page(
     jsonschema.validate(json.loads(capsys.readouterr().out), PLAN_SCHEMA)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "asked", [[], ["--memory-gb", "0.0001"], ["--pareto", "--halvings", "0"]], ids=["plan", "no fit", "pareto"]
 )

@@ -40,7 +40,7 @@ def check(zoo: ZooModel, pp: int, schedule: str, m: int, seed: int, ranks: int =
     assert_right(made, zoo.name)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @every_model
 @pytest.mark.parametrize(
     ("pp", "schedule"),
@@ -53,7 +53,7 @@ def test_a_pipeline_equals_one_device(zoo: ZooModel, pp: int, schedule: str) -> 
     check(zoo, pp, schedule, 4, seed=pp)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("m", counts(3))
 def test_every_schedule_runs_any_number_of_microbatches(schedule: str, m: int) -> None:

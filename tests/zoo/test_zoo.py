@@ -38,6 +38,7 @@ def assert_equal_to_one_device(zoo: ZooModel, program: autopar.Program, training
     assert result.max_error <= TOLERANCE, f"{zoo.name}: {worst}\n{program.report()}"
 
 
+@pytest.mark.few(6)
 @every_model
 def test_the_model_is_seeded_and_trains_in_eager(zoo: ZooModel) -> None:
     model, again = zoo.make(), zoo.make()
@@ -56,7 +57,7 @@ def test_the_model_is_seeded_and_trains_in_eager(zoo: ZooModel) -> None:
     assert bool(silent) == bool(zoo.tags & {"unused", "frozen"}), silent
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @every_model
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_training_equals_one_device(zoo: ZooModel, ranks: int) -> None:
@@ -70,7 +71,7 @@ def test_inference_equals_one_device(zoo: ZooModel, ranks: int) -> None:
     assert_equal_to_one_device(zoo, compiled(zoo.name, ranks, training=False), training=False)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @every_model
 def test_inference_returns_the_tree_that_the_model_returns(zoo: ZooModel) -> None:
     program = compiled(zoo.name, 2, training=False)
@@ -96,7 +97,7 @@ def check_random_plan(zoo: ZooModel, ranks: int, seed: int, training: bool = Tru
     assert_equal_to_one_device(zoo, program, training)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @every_model
 @pytest.mark.parametrize("seed", range(RANDOM_PLANS_IN_CI))
 def test_a_random_plan_equals_one_device(zoo: ZooModel, seed: int) -> None:

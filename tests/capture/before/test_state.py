@@ -51,7 +51,7 @@ def test_buffers_that_forward_changes_become_outputs_and_follow_eager_over_sever
     assert {"buffer/count", "buffer/average", "buffer/last"} <= result.errors.keys()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": 0.3}], ids=str)
 def test_batch_norm_uses_the_statistics_of_the_whole_batch_and_updates_them(options: dict) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, **options), nn.Linear(8, 8))
@@ -196,6 +196,7 @@ def test_plain_tensors_of_a_module_are_constants_of_the_program() -> None:
     assert program.run([batch()])[0].isfinite()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["weight_norm", "spectral_norm", "orthogonal", "old weight_norm"])
 def test_parametrized_weights_train_their_originals(name: str) -> None:
     lin = nn.Linear(8, 8)

@@ -67,6 +67,7 @@ def compiled(how: str, ranks: int = 1) -> tuple[autopar.Program, tuple[Tensor, T
     return autopar.compile(model, cluster, batch, loss_fn=F.cross_entropy, optimizer=sgd, options=options), batch
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("how", ["nowhere", "inputs", "weights", "both", "inside"])
 def test_convolutions_read_images_as_the_user_lays_them(how: str) -> None:
     program, batch = compiled(how)
@@ -80,6 +81,7 @@ def test_convolutions_read_images_as_the_user_lays_them(how: str) -> None:
     assert run_threads(1, {"dp": 1}, body, timeout_s=60) == [[how != "nowhere"] * 2]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["weights", "inside"])
 def test_such_programs_compute_what_eager_does(how: str) -> None:
     program, _ = compiled(how, ranks=2)
@@ -95,6 +97,7 @@ def test_memory_is_not_more_than_is_promised(how: str) -> None:
     assert measured <= program.predicted.peak_bytes + 256
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["weights", "inside"])
 def test_a_program_says_it_once(how: str, tmp_path: Path) -> None:
     compiled(how)[0].save(tmp_path)

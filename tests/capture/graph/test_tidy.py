@@ -187,6 +187,7 @@ def attention(model: nn.Module) -> fx.Node:
     return node
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("index", range(len(MASKS)))
 def test_a_mask_of_positions_is_a_flag(index: int) -> None:
     make, (mask, causal) = list(MASKS.items())[index]
@@ -195,7 +196,7 @@ def test_a_mask_of_positions_is_a_flag(index: int) -> None:
     assert given[5] is causal
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("limit", [40, 1 << 20], ids=["intervals", "values"])
 @pytest.mark.parametrize("index", range(len(MASKS)))
 def test_a_mask_that_is_followed_is_the_mask_that_is_computed(index: int, limit: int) -> None:
@@ -241,6 +242,7 @@ class Grouped(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).square().mean()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_heads_that_are_repeated_by_a_copy_are_read_as_they_are(precision: str | None) -> None:
     model, x = Grouped(), torch.randn(B, S, D)
@@ -290,7 +292,7 @@ class Unbound(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2)).square().mean()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dim", [0, 2, 4])
 def test_gradients_of_parts_of_a_permuted_tensor_are_joined_where_they_lie(dim: int) -> None:
     model = Unbound(dim)

@@ -62,7 +62,7 @@ def equal_to_eager(norm: nn.Module, ranks: int, parts: int = 1, **options: Any) 
     assert int(run.state_dict()["norm.num_batches_tracked"]) == 3 + STEPS * parts
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [*SHAPES, Own], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("options", [{"mesh": {"dp": 2}}, {"mesh": {"dp": 2, "tp": 2}}, {"pp": 2, "mesh": {"dp": 1}}])
 def test_running_means_are_those_of_eager(kind: type[nn.Module], options: dict[str, Any]) -> None:

@@ -210,6 +210,7 @@ def first_sum(output: Any, target: Tensor) -> Tensor:
     return (output[0] if isinstance(output, tuple) else output).sum()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("model", [Unlike(), forms.WhereIndex(OverRows)], ids=["unlike", "over rows"])
 def test_experts_that_make_no_mixture_compute_all_rows(model: nn.Module) -> None:
     x = torch.randn(8, 4, D)
@@ -219,6 +220,7 @@ def test_experts_that_make_no_mixture_compute_all_rows(model: nn.Module) -> None
     assert autopar.verify(program, model, (x, x), steps=1).ok
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("model", [Checked(), AboveMean()], ids=lambda m: type(m).__name__)
 def test_what_is_not_understood_is_refused_at_its_line(model: nn.Module) -> None:
     x = torch.randn(8, 4, D)

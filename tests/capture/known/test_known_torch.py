@@ -31,11 +31,13 @@ def test_an_adaptive_softmax_trains_as_in_eager(head_bias: bool) -> None:
     assert "AdaptiveLogSoftmaxWithLoss" in program.report()
 
 
+@pytest.mark.slow
 def test_the_likelihood_of_every_row_is_as_in_eager() -> None:
     weighted = torch.arange(1.0, 9.0)
     assert_equal_to_eager(Classifier("output"), (X, CLASSES), lambda output: (output * weighted).sum())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("wrong", [-100, -1, 20])
 def test_a_class_that_is_none_stops_the_program(wrong: int) -> None:
     program = compiled(Classifier("loss"), (X, CLASSES))

@@ -223,6 +223,7 @@ def test_a_function_over_a_list_of_tensors_is_refused_by_name() -> None:
 # --- checkpoints, no_grad, detach ------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpoints_vanish_and_compute_the_same(reentrant: bool) -> None:
     def block(net: Net, x: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ def compiled(model: nn.Module, **options: object) -> autopar.Program:
     return autopar.compile(model, cluster, batch, loss_fn=F.mse_loss, optimizer=SGD, options=chosen)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("model", [Looped(MANY_LAYERS), nn.Sequential(*(nn.Linear(8, 8) for _ in range(MANY_LAYERS)))])
 def test_many_layers_alike_are_traced_once(model: nn.Module) -> None:
     program = compiled(model)
@@ -42,7 +43,7 @@ def test_many_layers_alike_are_traced_once(model: nn.Module) -> None:
     assert len(program.ir.templates) <= 5
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{}, {"pp": 2}, {"microbatches": 2}])
 def test_they_equal_eager(options: dict[str, int]) -> None:
     torch.manual_seed(0)

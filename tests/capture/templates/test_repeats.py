@@ -44,7 +44,7 @@ CONSTANT: dict[str, Callable[[Any, Tensor], Tensor]] = {
 OPTIONS = ({"mesh": {"dp": 4}}, {"mesh": {"dp": 2, "tp": 2}}, {"mesh": {"dp": 2, "tp": 2}, "microbatches": 2})
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", CONSTANT)
 @pytest.mark.parametrize("options", OPTIONS, ids=["dp", "dp and tp", "microbatches"])
 def test_repeats_that_are_constant_equal_eager(kind: str, options: dict[str, Any]) -> None:

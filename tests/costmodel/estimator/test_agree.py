@@ -56,7 +56,7 @@ def test_layouts_of_every_kind_are_answered_alike(at: int) -> None:
     check([LAYOUTS[at]])
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("at", range(len(list(agree_cases.refusable()))))
 def test_what_cannot_be_cut_is_refused_by_both(at: int) -> None:
     check(islice(agree_cases.refusable(), at, at + 1))
@@ -90,6 +90,7 @@ def test_unequal_parts_are_answered_alike(at: int) -> None:
     check([UNEQUAL[at]])
 
 
+@pytest.mark.slow
 def test_a_mesh_that_leaves_no_choice_hides_none_with_shares() -> None:
     w = agree_cases.case(replace(agree_cases.SMALL_MIXTURE, ffn=1026), 8, dp=2, ep=2, tp=4)
     program = agree._compiled(w, forced_options(w))

@@ -75,6 +75,7 @@ def test_the_space_holds_every_published_plan(row):
         assert contains(row_space(w.parallel, w.plan.schedule, plain), w)
 
 
+@pytest.mark.slow
 def test_the_preferred_plan_is_never_slower_than_the_published_one(found):
     for c in found:
         if c.ran:
@@ -157,7 +158,7 @@ def everything(model: TransformerShape, ranks: int, batch: int, space: Space):
                                 )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("model", [TINY, TINY_MOE], ids=["dense", "experts"])
 @pytest.mark.parametrize("room", [2.3e9, 4e9])
 def test_the_search_finds_the_best_of_a_space_tried_out_whole(model, room):
@@ -207,6 +208,7 @@ def test_plain_spaces_have_no_zero_bubble_schedule_but_the_rows_own():
     assert row_space(row_workload(zb).parallel, "zb-2p", plain=True).schedules == (*PLAIN, "zb-2p")
 
 
+@pytest.mark.slow
 def test_the_benchmark_prints_tables_and_writes_every_row(tmp_path, capsys):
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(SAMPLE[:4]))

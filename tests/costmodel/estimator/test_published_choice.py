@@ -21,6 +21,7 @@ ROW = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_search_finds_a_plan_that_is_no_slower(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rows.json"
     file.write_text(json.dumps([ROW, {**ROW, "id": "other"}]))

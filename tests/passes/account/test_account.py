@@ -122,7 +122,7 @@ def close_to_the_bill(zoo: ZooModel, mesh: dict[str, int]) -> None:
     assert of_tied_gradients_s(program) == 0 or "tied" in zoo.tags
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @every_model
 def test_a_plan_of_the_solver_costs_what_the_solver_said(zoo: ZooModel) -> None:
     close_to_the_bill(zoo, {"dp": 4})
@@ -134,7 +134,7 @@ def test_a_plan_of_the_solver_on_two_axes_costs_what_the_solver_said(zoo: ZooMod
     close_to_the_bill(zoo, {"dp": 2, "tp": 2})
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @every_model
 @pytest.mark.parametrize("m", [1, 3])
 def test_no_plan_costs_more_than_the_solver_would_say(zoo: ZooModel, m: int) -> None:
@@ -242,6 +242,7 @@ def test_what_is_sent_to_another_group_takes_time_and_to_the_own_group_none(seed
     assert all(s > 0 for s in made.account.hand_over.values())
 
 
+@pytest.mark.slow
 def test_more_microbatches_of_the_same_size_take_longer() -> None:
     times = {}
     for m in (2, 4):

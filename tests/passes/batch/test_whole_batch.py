@@ -136,7 +136,7 @@ def eager(program: autopar.Program, batch: Any, loss: Loss, pieces: int = 1) -> 
     return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("m", [2, 4, BATCH])
 @pytest.mark.parametrize("loss", MEANS, ids=lambda f: f.__name__)
 def test_a_mean_over_what_counts_is_that_of_the_whole_batch(loss: Loss, m: int) -> None:
@@ -146,7 +146,7 @@ def test_a_mean_over_what_counts_is_that_of_the_whole_batch(loss: Loss, m: int) 
     assert result.max_error <= 1e-9
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("loss", MEANS, ids=lambda f: f.__name__)
 def test_verify_says_so_because_it_is_so(loss: Loss) -> None:
     model = Tagger().double()
@@ -169,6 +169,7 @@ def test_a_sum_is_the_sum_of_the_microbatches(m: int) -> None:
     assert result.ok, result.errors
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("loss", [product_of_means, root_of_a_mean], ids=lambda f: f.__name__)
 def test_means_that_meet_in_something_that_is_not_linear_couple_the_batch(loss: Loss) -> None:
     with pytest.raises(autopar.CoupledError, match=r"(mul|sqrt).* needs a sum over all samples of the batch first"):

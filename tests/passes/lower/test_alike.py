@@ -99,7 +99,7 @@ def test_a_call_of_a_shortened_program_costs_what_it_costs_in_the_whole_one(how:
             assert np.array_equal(getattr(mine, field.name), getattr(full, field.name)), field.name
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("how", ["chain", "reads the start", "half frozen"])
 @pytest.mark.parametrize("split", [False, True], ids=["together", "apart"])
 def test_stages_that_are_alike_cost_what_each_costs_by_itself(how: str, split: bool) -> None:

@@ -123,7 +123,7 @@ def test_a_gradient_comes_back_exactly_where_the_value_carries_one() -> None:
     assert kinds == {True, False}, "the mask carries none"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @every_model
 @pytest.mark.parametrize("stages", [2, 3, 5])
 def test_crossings_are_what_the_calls_read(zoo: ZooModel, stages: int) -> None:
@@ -132,7 +132,7 @@ def test_crossings_are_what_the_calls_read(zoo: ZooModel, stages: int) -> None:
         check_boundaries(program, random_ranges(program, stages, seed))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @every_model
 def test_stages_hold_every_call_parameter_and_buffer_of_the_program(zoo: ZooModel) -> None:
     program = on_ranks(zoo.name, 4, 4).ir
@@ -266,6 +266,7 @@ def test_an_early_call_stays_with_its_readers() -> None:
     assert early + 1 not in cut_points(program)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "change",
     [

@@ -50,7 +50,7 @@ def test_eight_ranks_compute_what_eager_does(nodes: int, inside: int) -> None:
     assert autopar.verify(made, model(), batch()).ok
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_random_plans_compute_what_eager_does(seed: int) -> None:
     made = program("")
@@ -65,7 +65,7 @@ def test_the_op_is_told_both_axes_and_stops_for_the_messages_of_both() -> None:
     assert "along=rt.along('dp', 'ep')" in made.source(0)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("crowded", [False, True])
 def test_a_step_takes_no_more_memory_than_promised(overlap: str, crowded: bool) -> None:

@@ -141,7 +141,7 @@ def test_overlap_is_faster_the_further_lines_move_and_changes_no_bit() -> None:
     assert started(other.stages[0])
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", OVERLAPS[1:])
 def test_peak_is_what_is_measured(overlap: str) -> None:
     other = program().with_plan(overlapping(program().plan, overlap))
@@ -185,6 +185,7 @@ class Translator(nn.Module):
         return self.layers(x, x, src_key_padding_mask=padding, memory_key_padding_mask=padding)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [pytest.param(Encoder, marks=pytest.mark.slow), Translator])
 def test_every_value_of_a_function_has_a_name_of_its_own(model: type[nn.Module]) -> None:
     """A name that is given twice has readers before it is made, for which there is no place among the lines."""

@@ -137,7 +137,7 @@ def test_random_plans_compute_what_eager_does(seed: int) -> None:
     assert autopar.verify(made.with_plan(autopar.random_plan(made, seed)), model(), batch()).ok
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("crowded", [False, True])
 def test_a_step_takes_no_more_memory_than_promised(overlap: str, crowded: bool) -> None:

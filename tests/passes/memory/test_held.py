@@ -21,7 +21,6 @@ from tests.passes.recompute.recomputed import with_policy
 from tests.zoo.models import MODELS, ZooModel
 from tests.zoo.pipelined import on_ranks
 
-few_models = pytest.mark.few(4)
 every_model = pytest.mark.parametrize("zoo", MODELS, ids=str)
 by_policy = pytest.mark.parametrize("policy", ["none", "selective", "full"])
 
@@ -61,8 +60,7 @@ def solver_bytes(made: autopar.Program, program: Program, plan: StagePlan) -> fl
     return sum(float(m[0]) for key, m in zip(graph.keys, graph.memory, strict=True) if key[0] in ("op", "at"))
 
 
-@pytest.mark.few(1)
-@few_models
+@pytest.mark.few(2)
 @every_model
 @by_policy
 def test_calls_keep_what_a_microbatch_holds(zoo: ZooModel, policy: str) -> None:
@@ -70,8 +68,7 @@ def test_calls_keep_what_a_microbatch_holds(zoo: ZooModel, policy: str) -> None:
         assert sum(held_by_call(stage).values()) == action_bytes(stage)["F"].end
 
 
-@pytest.mark.few(1)
-@few_models
+@pytest.mark.few(2)
 @every_model
 @by_policy
 def test_the_solver_counts_every_value_that_fills_a_storage(zoo: ZooModel, policy: str) -> None:

@@ -48,7 +48,7 @@ def test_more_microbatches_in_flight_hold_more() -> None:
     assert peaks[4]["1f1b"] == peaks[8]["1f1b"]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("zoo", MODELS, ids=str)
 def test_what_waits_for_w_is_held_until_w(zoo: ZooModel) -> None:
     """A split schedule holds after B at least what W reads, and nothing after W."""
@@ -63,6 +63,7 @@ def test_what_waits_for_w_is_held_until_w(zoo: ZooModel) -> None:
         assert not learns or actions["B"].after > 0
 
 
+@pytest.mark.slow
 def test_delaying_w_costs_memory() -> None:
     program = random_pipeline(BY_NAME["llama"], 2, 2, "zb-h1", 8)
     graph = program.lowered.graph

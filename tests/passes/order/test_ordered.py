@@ -102,7 +102,7 @@ def test_random_plans_of_a_program_in_order_at_length(name: str, order: int) -> 
         assert verify(program.with_plan(random_plan(program, seed)), model, tokens()).ok
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -154,6 +154,7 @@ class Averaged(nn.Module):
         return self.layer(x).mean()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("model", "why"),
     [
@@ -188,6 +189,7 @@ def test_a_plan_says_its_order_where_there_is_one() -> None:
             Plan.from_dict({**data, "order": wrong})
 
 
+@pytest.mark.slow
 def test_a_plan_in_order_is_replayed_on_a_program_that_is_not() -> None:
     model = made("rotary")
     zigzag, natural = compiled(model, mesh={"cp": 4}), compiled(model, order=0, mesh={"cp": 4})

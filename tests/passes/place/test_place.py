@@ -57,6 +57,7 @@ def test_cost_is_the_sum_of_weights_times_the_distances_of_the_text() -> None:
     assert placement_cost(traffic, cluster, range(8), TEXT) == 4 * 1 + 5 * 10 + 7 * 100
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "sizes", [(4, 8), (2, 4, 8), (4, 12), (6, 12), pytest.param((2, 6, 12), marks=pytest.mark.slow)]
 )

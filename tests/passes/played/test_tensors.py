@@ -92,7 +92,7 @@ def parameter(name: str, rng: random.Random, compression: str, tiers: bool) -> S
     return StoredParameter(name, type_, whole, whole, True, (), rng.choice([1, 1, 2]), reduce, True, tier, "", codec)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("tiers", [False, True], ids=["on the device", "in tiers"])
 @pytest.mark.parametrize("compensated", [False, True], ids=["", "compensated"])

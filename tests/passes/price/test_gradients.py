@@ -85,7 +85,7 @@ class Layers(nn.Module):
         return self.out(self.again(torch.relu(self.again(self.wide(x)))))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("strategy", ["dp", "zero1", "zero3"])
 def test_what_is_sent_in_place_is_what_the_runtime_sends_so(

@@ -64,6 +64,7 @@ def every_choice(problem: RecomputeProblem) -> list[Choice]:
     return found
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("seed", range(40))
 def test_the_choice_within_a_budget_is_that_of_brute_force(seed: int) -> None:
     rng = random.Random(seed)
@@ -120,6 +121,7 @@ def test_at_the_bytes_of_any_policy_no_policy_is_faster(name: str) -> None:
             assert ours.again_s <= theirs.again_s * (1 + SLACK)
 
 
+@pytest.mark.slow
 def test_keeping_everything_makes_nothing_again() -> None:
     for template, problem in problems("llama"):
         assert of_values(problem, ()).again_s == 0.0
@@ -136,7 +138,7 @@ def test_full_keeps_the_inputs_of_a_block_alone() -> None:
 # --- the same numbers ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @every_model
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_any_recompute_under_any_plan_equals_one_device(zoo: ZooModel, share: float) -> None:
@@ -146,7 +148,7 @@ def test_any_recompute_under_any_plan_equals_one_device(zoo: ZooModel, share: fl
     assert_right(made, zoo.name)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @every_model
 @pytest.mark.parametrize(("pp", "schedule"), [(2, "zb-h1"), (2, "zb-v"), (3, "1f1b")])
 def test_pipelines_recompute_too_with_b_and_w_apart_or_not(zoo: ZooModel, pp: int, schedule: str) -> None:
@@ -263,6 +265,7 @@ def test_a_pipeline_recomputes_where_memory_is_short() -> None:
     assert auto.predicted.step_time_s < full.predicted.step_time_s
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["selective", "full"])
 def test_a_pipeline_recomputes_as_it_was_told_to_however_much_memory_there_is(policy: str) -> None:
     program = llama_on(recompute=policy, layers=4, pp=2, microbatches=4, schedule="1f1b", chunks=1)

@@ -36,7 +36,7 @@ def by_size(test):
     return pytest.mark.parametrize("row", rows)(test)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @by_size
 def test_the_automatic_scheduler_reaches_the_paper(row):
     """The paper's layers hold 34 sbh + 5 a s^2 b bytes between F and B and 32 sbh between B and W."""
@@ -50,6 +50,7 @@ def test_the_automatic_scheduler_reaches_the_paper(row):
         assert rate <= row["published"][name] + 0.001, name
 
 
+@pytest.mark.few(3)
 @by_size
 def test_where_w_releases_everything_twice_the_memory_gives_the_least_bubble_there_is(row):
     """With room for L microbatches the last group has run m - L W before its last B, which still must reach the first:

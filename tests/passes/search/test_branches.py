@@ -220,7 +220,7 @@ def test_segments_cover_the_program_and_start_where_a_stage_may() -> None:
         assert {first for first, _ in found[1:]} <= cut_points(program)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "t5", "vit", "resnet"])
 def test_chains_have_no_branches(name: str) -> None:
     zoo = BY_NAME[name]

@@ -18,6 +18,7 @@ from autopar.passes.shard.solve import Solution
 from tests.zoo.pipelined import on_ranks
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_draft_lowered_once_costs_what_it_costs_lowered_anew(seed: int) -> None:
     """Random stages with gradients that are reduced by microbatch have the seconds and bytes of these stages lowered so; they are

@@ -124,6 +124,7 @@ def test_what_is_short_of_activations_is_met_by_recompute_microbatches_or_a_smal
     assert change(error, "microbatches").options.microbatches > 1
 
 
+@pytest.mark.slow
 def test_the_nearest_power_of_two_of_a_batch_is_found() -> None:
     error = refused(ranks=1, batch=16384, recompute="none", microbatches=1, memory_bytes=LEAN)
     least = change(error, "batch").batch

@@ -57,6 +57,7 @@ def eager_losses() -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_training_needs_more_than_parameters_gradients_and_adamw() -> None:
     held = 4 * sum(p.numel() * 8 for p in make_model().parameters())
     assert needed() > held
@@ -98,11 +99,11 @@ def test_the_limit_stops_a_program_that_needs_more() -> None:
 
 def test_a_limit_just_below_the_peak_stops_and_at_the_peak_does_not() -> None:
     program = compiled(RANKS, strategy="zero3", pp=1, microbatches=1)
-    given = batches()
+    given = batches()[:2]
     _, peaks = train_within(program, given, float("inf"))
     losses, again = train_within(program, given, max(peaks))
     assert again == peaks
-    assert losses == pytest.approx(eager_losses(), rel=1e-9)
+    assert losses == pytest.approx(eager_losses()[:2], rel=1e-9)
     with pytest.raises(autopar.MemoryLimitError):
         train_within(program, given, max(peaks) - 1)
 

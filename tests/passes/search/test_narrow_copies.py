@@ -51,7 +51,7 @@ def test_steps_are_the_same_to_the_last_bit(way: str) -> None:
     assert all(map(torch.equal, copies.run(batch, steps=3).losses, plain.run(batch, steps=3).losses))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_hold_what_was_predicted(way: str) -> None:
     assert_kept(program(way).with_plan(with_copies(program(way).plan)), LLAMA.batch())
@@ -62,6 +62,7 @@ def test_verify_compares_a_program_with_copies() -> None:
     assert autopar.verify(copies, LLAMA.make(), LLAMA.batch()).ok
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["dp", "zero3"])
 def test_neighbours_recompute_with_copies_of_what_they_are_sent(way: str) -> None:
     copies = program(way).with_plan(with_copies(program(way).plan))
@@ -107,6 +108,7 @@ def test_kernels_that_widen_what_they_read_give_the_same_bits() -> None:
     assert all(map(torch.equal, gpus.run(batch, steps=3).losses, cpus.run(batch, steps=3).losses))
 
 
+@pytest.mark.slow
 def test_a_pipeline_has_copies_in_the_stages_that_have_room() -> None:
     def pipeline(**options: Any) -> autopar.ParallelProgram:
         return on_gpus(precision="bf16", strategy="auto", pp=2, schedule="1f1b", microbatches=4, **options)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import pytest
+
 import autopar
 from benchmarks import no_worse
 from benchmarks.sameness import of_zoo
@@ -23,6 +25,7 @@ def test_a_plan_beside_itself_is_as_good() -> None:
     assert no_worse.summary({"mlp": entry})["worse"] == []
 
 
+@pytest.mark.slow
 def test_both_plans_are_priced_by_the_account_of_today() -> None:
     today, older = of_zoo("mlp", 2), in_two_stages()
     entry = no_worse.compared(today, no_worse.recorded(older))

@@ -61,6 +61,7 @@ def test_blocks_stay_whole_where_nothing_is_sent_or_messages_take_no_time() -> N
     assert not any(isinstance(line, Cut) for line in lines(program))
 
 
+@pytest.mark.slow
 def test_blocks_stay_whole_where_pieces_win_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(isinstance(line, Cut) for line in lines(compiled(cluster_at(7e8))))
     monkeypatch.setattr(overlap, "LEAST_WON", 0.0)
@@ -134,6 +135,7 @@ def test_a_plan_that_wins_in_pieces_alone_is_the_best_one(monkeypatch: pytest.Mo
     assert tried == ["best", "next"], "what computes or sends for too long is not tried"
 
 
+@pytest.mark.slow
 def test_a_piece_is_no_cheaper_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured passes over what fits into a cache take next to nothing here."""
     program, price = compiled(cluster_at(2e8)), Pricer.op_s

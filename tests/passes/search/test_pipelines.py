@@ -77,6 +77,7 @@ def test_no_alternative_is_predicted_faster() -> None:
     assert any(len(a.plan.stages) == 1 for a in program.alternatives)
 
 
+@pytest.mark.slow
 def test_fast_links_need_no_pipeline() -> None:
     assert tower(nodes(3e11)).pp == 1
 
@@ -85,6 +86,7 @@ def test_slow_links_ask_for_several_microbatches() -> None:
     assert over_slow_links().plan.microbatches > 1
 
 
+@pytest.mark.slow
 def test_equal_layers_are_cut_into_equal_stages() -> None:
     program = tower(nodes(3e11), layers=7, pp=4, chunks=1, microbatches=8)
     held = [sum(n.endswith("weight") for n in stage.parameters) for stage in program.stages]
@@ -105,7 +107,7 @@ def test_the_mesh_of_a_stage_can_be_forced() -> None:
     assert program.pp == 2
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-auto", *IN_A_LOOP, *IN_A_V])
 def test_every_schedule_can_be_asked_for(schedule: str) -> None:
     program = tower(nodes(3e11), pp=2, microbatches=4, schedule=schedule, batch=256, width=256)

@@ -145,6 +145,7 @@ def test_the_report_has_what_ranks_in_order_may_lose() -> None:
         assert words._placement(unsure) == wanted
 
 
+@pytest.mark.slow
 def test_traffic_of_a_pipeline_counts_what_crosses_between_stages() -> None:
     zoo = BY_NAME["gpt2"]
     program = compiled_zoo(zoo, two_nodes(), options=Options(pp=2, microbatches=2, schedule="1f1b"))

@@ -172,6 +172,7 @@ def test_no_forced_plan_beats_the_choice(chosen: autopar.ParallelProgram) -> Non
             assert chosen.predicted.step_time_s <= AS_GOOD * step_s(chosen, **options), options
 
 
+@pytest.mark.slow
 def test_slower_links_are_no_faster(chosen: autopar.ParallelProgram) -> None:
     assert chosen.predicted.step_time_s <= AS_GOOD * step_s(chosen, slower_links(H100_4))
 

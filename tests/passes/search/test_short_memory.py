@@ -161,7 +161,7 @@ def test_a_count_could_fit_where_a_plan_does(M: int) -> None:
         assert search_of(bounded, "mlp")._could_fit(bounded) == fits
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("faster", [0.9, 0.97, 1.0])
 def test_plans_slower_than_those_of_another_kind_bound_only_what_does_not_win(
     faster: float, monkeypatch: pytest.MonkeyPatch

@@ -141,6 +141,7 @@ class Refused(Exception):
         self.i = i
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("wrong", [{0}, {5, 3}, {7}])
 def test_the_first_error_by_order_is_raised_after_the_answers_before_it(count: int, wrong: set[int]) -> None:
@@ -347,6 +348,7 @@ def test_what_is_short_is_told_alike() -> None:
     assert len(texts) == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_search_ends_after_its_seconds(count: int) -> None:
     clock = functools.partial(next, itertools.count())
@@ -362,6 +364,7 @@ def test_time_that_is_over_elsewhere_is_over_here() -> None:
         search_plans(asked, BATCH)
 
 
+@pytest.mark.slow
 def test_what_a_budget_gets_does_not_depend_on_budgets_before() -> None:
     asked = task(4)
     mesh = candidate_meshes(asked.cluster, asked.options)[-1]

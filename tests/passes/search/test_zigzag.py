@@ -46,6 +46,7 @@ def test_whole_rows_are_left_as_they_are() -> None:
     assert program.plan.order == 0
 
 
+@pytest.mark.slow
 def test_ranks_with_rows_of_their_own_have_no_order_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     def search(task: Task, order: int) -> Task:
         raise AssertionError("every rank has a row")

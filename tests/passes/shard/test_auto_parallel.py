@@ -47,6 +47,7 @@ def lists() -> dict[bool, FactorGraph]:
     return {clustered: list_step(step, (2, 2), clustered) for clustered in (True, False)}
 
 
+@pytest.mark.slow
 def test_both_searches_agree_on_the_lists_of_a_llama(lists: dict[bool, FactorGraph]) -> None:
     """Small tensors: every launch takes as long, so that the lists are full of ties."""
     best = optimum(lists[False])

@@ -147,6 +147,7 @@ def test_infeasible_says_what_is_short_by_how_much_and_what_would_fit() -> None:
         assert part in text
 
 
+@pytest.mark.slow
 def test_baselines_are_among_the_alternatives() -> None:
     program = transformer(two_nodes(), batch=16, dim=1024, pp=1)
     names = " ".join(a.name for a in program.alternatives)

@@ -165,13 +165,14 @@ def test_experts_that_do_not_divide_are_shared_by_all_ranks_as_rows_are() -> Non
     assert all("all_reduce" not in c.kind for c in program.account.collectives if "w_in" in c.what or "w_out" in c.what)
 
 
+@pytest.mark.slow
 def test_dims_that_hold_the_rows_are_cut_as_rows_are_and_not_as_experts_are() -> None:
     """6 rows of 8 tokens are 48, a multiple of 8 experts."""
     program = unequal(8, {"ep": 3}, rows=6)
     assert (blocks(program, 8), blocks(program, 6), blocks(program, 48)) == ({(3, 3, 2)}, {(2, 2, 2)}, {(16, 16, 16)})
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("experts", "axes", "rows", "options"),
     [

@@ -37,6 +37,7 @@ def test_where_the_host_is_slower_it_is_what_the_solver_counts(zoo: ZooModel) ->
     assert pricers.least_step_s(counted_s) == pytest.approx(program.predicted.step_time_s, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_host_that_launches_nothing_is_never_slower() -> None:
     program = compiled(SMALL[0], autopar.ClusterSpec.local(1))
     pricer = Pricers(program.cluster)[program.plan.stages[0].mesh]

@@ -45,6 +45,7 @@ def storages(program: ParallelProgram) -> dict[str, str]:
     return {name: str(p.storage) for name, p in program.plan.stages[0].parameters.items()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tp", [2, 8])
 def test_a_llama_gathers_and_scatters_the_sequence_as_often_as_korthikanti_counts(tp: int) -> None:
     """Per layer two gathers and two scatters forward, as many backward, of batch · sequence · width; at the ends the
@@ -77,7 +78,7 @@ def test_a_llama_gathers_and_scatters_the_sequence_as_often_as_korthikanti_count
         assert spec == ("[@tp, .]" if column else "[., @tp]" if row else "[.]"), name
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 2)])
 @pytest.mark.parametrize(
     ("name", "width_bytes", "sent"),

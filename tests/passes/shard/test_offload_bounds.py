@@ -42,6 +42,7 @@ def test_what_calls_share_is_counted_once() -> None:
     assert least_parked_bytes(made.ir, made.plan.stages[0], made.setting) > 0.8 * held
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{"pp": 1}, {"pp": 2, "schedule": "gpipe"}], ids=["one mesh", "pipeline"])
 def test_a_tier_holds_what_the_account_says(options: dict[str, Any]) -> None:
     """Pipelines are not known when tiers are chosen; the account of the whole plan is."""

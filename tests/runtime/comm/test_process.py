@@ -91,6 +91,7 @@ def test_the_state_is_dtensors_laid_out_as_the_specs_say(four):
         same(got["reloaded"], {name: want[name] for name in got["reloaded"]})
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_four_ranks_continues_on_two_and_on_threads(four, folder):
     want = stages.reference(5)
     checkpoint.write_full(folder / "weights", stages.weights())

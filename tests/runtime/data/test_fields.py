@@ -171,6 +171,7 @@ def test_what_is_written_is_read_back(kind: Any, seed: int) -> None:
     assert json.dumps(to_data(from_data(kind, json.loads(text)))) == text
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 1 << 30))

@@ -16,6 +16,7 @@ SCATTER = (("reduce_scatter", ("a",), 0),)
 N, RANKS, MICROBATCHES = 1 << 14, 4, 6
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("some", ["all", "every second one"])
 @pytest.mark.parametrize("sizes", [(1, 1 << 30), (1 << 12, 1 << 14), (1 << 30, 1 << 30), (1 << 12, 1)], ids=str)
 def test_sums_are_those_of_gradients_that_are_reduced_once(sizes: tuple[int, int], some: str) -> None:

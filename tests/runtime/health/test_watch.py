@@ -111,6 +111,7 @@ class Made:
             self.turns[rank] = self.now_s + (pause_s or 0.0) + late_s
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("stopped", [True, False])
 @pytest.mark.parametrize("limit_s", [4.0, 8.0, 60.0])
 @pytest.mark.parametrize("rank", [0, 1])

@@ -38,6 +38,7 @@ def rows(*how: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in ran.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_dropout_reads_and_writes_every_number_once_and_nothing_else() -> None:
     """In 16 bits 4 bytes a number, forward and backward, where torch's own dropout moves a mask of a byte too, which is 5."""
     found = [row for row in rows() if row["kernel"] == "dropout"]

@@ -44,7 +44,7 @@ def assert_same_bits(x: Tensor, p: float, shape: object = None, offsets: object 
     assert bits(found) == bits(random.plain_dropout(x, p, key, shape, offsets))  # type: ignore[arg-type]
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.usefixtures("in_triton")
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.37, 0.5, 1e-5, 0.99999, 1 - 1e-9])
 @pytest.mark.parametrize("dtype", FLOATS)

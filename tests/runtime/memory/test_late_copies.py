@@ -144,6 +144,7 @@ def test_late_copies_change_no_bit(plan: str, offload: str, update: str, late: d
     assert late["read"]
 
 
+@pytest.mark.slow
 def test_a_read_that_does_not_wait_for_its_own_write_is_found(
     late: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

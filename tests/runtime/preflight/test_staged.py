@@ -97,6 +97,7 @@ def nothing_is_found_where_nothing_is_wrong(program, tmp_path):
     assert not list(run_directory.glob(".preflight*"))
 
 
+@pytest.mark.slow
 def test_an_interface_that_is_not_there(program, tmp_path):
     environments = ({}, {"GLOO_SOCKET_IFNAME": "eth9"})
     first, second = check(tmp_path, program, environments=environments)
@@ -104,6 +105,7 @@ def test_an_interface_that_is_not_there(program, tmp_path):
     assert first.has("error: network interface: rank 1 (beta): GLOO_SOCKET_IFNAME=eth9", "there are lo, cable")
 
 
+@pytest.mark.slow
 def test_an_interface_that_is_down(program, tmp_path):
     environments = ({"GLOO_SOCKET_IFNAME": "spare"}, {})
     first, _ = check(tmp_path, program, setup="ip link add spare type veth", environments=environments)
@@ -145,6 +147,7 @@ def a_firewall_that_passes_that_port_alone(program, tmp_path):
     assert first.has("error: closed port: rank", "cannot connect to rank", "at 10.9.0.", "all TCP ports")
 
 
+@pytest.mark.slow
 def test_a_host_that_takes_itself_for_loopback(program, tmp_path):
     """A host takes itself for loopback as some installations enter its name in /etc/hosts."""
     setup = "sed 's/10.9.0.2 beta/127.0.1.1 beta/' $DIR/hosts > $DIR/own; on_b \"mount --bind $DIR/own /etc/hosts\""
@@ -200,6 +203,7 @@ def test_a_file_that_is_missing_on_one_machine(program, tmp_path):
     assert ended[0].has("error: missing file: rank 1 (beta)", "stages/stage_0.py", "copy the whole directory")
 
 
+@pytest.mark.slow
 def test_data_that_one_machine_does_not_have(program, tmp_path):
     (tmp_path / "data.py").write_text("")
     hidden = f"on_b 'mount -t tmpfs none {tmp_path / 'own'}'"
@@ -219,6 +223,7 @@ def test_small_shared_memory(program, tmp_path):
     assert not first.has("shared memory: alpha")
 
 
+@pytest.mark.slow
 def test_a_slow_link(program, tmp_path):
     staged = "tc qdisc add dev cable root tbf rate 80mbit burst 64kbit latency 50ms"
     first, second = check(tmp_path, program, setup=staged)

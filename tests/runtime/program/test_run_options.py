@@ -32,6 +32,7 @@ def compiled(cluster: autopar.ClusterSpec, width: int = 1024, rows: int = 64, **
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("precision", ["high", "medium"])
 def test_settings_are_those_of_the_process_that_runs_the_program(precision: str, tmp_path: Path) -> None:
     program = compiled(autopar.ClusterSpec.local(1), matmul_precision=precision, cudnn_benchmark=True)

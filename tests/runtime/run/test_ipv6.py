@@ -35,6 +35,7 @@ def test_a_run_meets_and_trains(out, tmp_path):  # noqa: F811
     assert RunDirectory(tmp_path / "run").steps() == [3]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_preflight_meets_and_finds_nothing_of_the_address(out, tmp_path):  # noqa: F811
     codes, said = run_ranks(out, ["--preflight", "--timeout", 30], RANKS, tmp_path / "log", master="::1")

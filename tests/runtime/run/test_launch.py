@@ -122,6 +122,7 @@ def batches():
 """
 
 
+@pytest.mark.slow
 def test_run_trains_a_pipeline_and_resumes_it(emitted, tmp_path):
     shutil.copytree(emitted, tmp_path / "piped", ignore=shutil.ignore_patterns("weights", "saved", "__pycache__"))
     out, data = tmp_path / "piped", f"{tmp_path / 'piped' / 'data.py'}:batches"
@@ -270,6 +271,7 @@ def test_data_that_are_not_there_are_named_without_running_anything(tmp_path, mo
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

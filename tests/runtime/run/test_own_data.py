@@ -96,7 +96,7 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "counted_rows.py"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", ["dp", "unequal shares", "pipeline"])
 def test_ranks_read_their_share_behind_the_step_and_losses_are_those_of_global_batches(case, source, monkeypatch):
     monkeypatch.syspath_prepend(source.parent)

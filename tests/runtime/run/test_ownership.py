@@ -23,7 +23,7 @@ from tests.runtime.run.test_launch import emitted  # noqa: F401
 from tests.runtime.run.test_train_loop import command, start
 from tests.runtime.run.test_train_loop import out as out
 
-TRIES = 20
+TRIES = 10
 REFUSED = 3
 FORK = multiprocessing.get_context("fork")
 

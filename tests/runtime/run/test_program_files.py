@@ -46,7 +46,7 @@ def folders(emitted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  #
     return both
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize(
     ("how", "name"), [("load", EDITED[0]), ("main", EDITED[4]), ("main --run-dir", EDITED[0]), ("main", EDITED[2])]

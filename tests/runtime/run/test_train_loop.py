@@ -336,6 +336,7 @@ def test_what_cannot_work_is_refused_before_training(out, tmp_path):
     assert "step 1" not in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(100)
 def test_ranks_that_are_given_other_data_are_named(out, tmp_path):
     done = torchrun(2, *command(out, tmp_path / "run", "other"))

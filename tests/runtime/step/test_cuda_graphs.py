@@ -260,6 +260,7 @@ class Noisy(nn.Module):
         return F.dropout(attended, 0.3).square().sum()
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("error::autopar.runtime.step.cuda_graphs.CudaGraphWarning")
 @pytest.mark.parametrize("options", [{}, {"microbatches": 2, "recompute": "full"}], ids=str)
 def test_a_played_step_draws_anew(options: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from autopar.runtime.step.paced import PacedPlan, seconds_at
 from tests.runtime.step.test_rebalance_stages import compiled
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{"schedule": "1f1b"}, {"schedule": "zb-h1"}, {"schedule": "zb-v", "blocks": 4}])
 def test_seconds_are_those_of_the_compiler_whichever_stage_is_slow(options):
     program = compiled(4, pp=2, **options)

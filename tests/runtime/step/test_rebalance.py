@@ -66,7 +66,7 @@ def alone(rows: int, microbatches: int) -> list[float]:
     return [loss.item() for loss in program.run([batch(rows)] * 8).losses]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options",
     [

@@ -125,6 +125,7 @@ def test_stages_of_other_sizes_send_each_other_what_whoever_has_it_holds():
     assert program.on_ranks(body)[0] == pytest.approx(alone(2, False, program.plan.microbatches)[0], rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_slow_rank_of_a_stage_is_noticed(capsys):
     program = compiled(4, pp=2, schedule="1f1b")

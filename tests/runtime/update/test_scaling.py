@@ -52,6 +52,7 @@ def data(steps, bad):
     return found
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("clip", [None, ClipNorm(0.05)])
 @pytest.mark.parametrize("case", ["two stages", "tp to dp x tp, optimizer shards", "tied over unequal meshes"])
 def test_an_overflow_on_one_rank_is_skipped_by_all_as_eager_skips_it(case, clip, monkeypatch):

@@ -123,7 +123,7 @@ def test_groups_and_several_optimizers_on_stages_that_own_few_or_none_of_them(ca
         assert got["rates"][0] == pytest.approx(want["log"]["lr"][-1], rel=1e-15)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", SCHEDULERS)
 @pytest.mark.parametrize("factory", [groups, two])
 def test_training_goes_on_from_a_checkpoint_under_another_pipeline(tmp_path, factory, kind):

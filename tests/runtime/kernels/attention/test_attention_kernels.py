@@ -160,6 +160,7 @@ def assert_equals_eager(
             torch.testing.assert_close(found, other, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.few(60)
 @pytest.mark.parametrize("rows_first", [False, True])
 @pytest.mark.parametrize(("heads", "kv"), [(2, 2), (4, 2), (3, 1)])
 @pytest.mark.parametrize("width", [4, 5])

@@ -104,7 +104,7 @@ def test_kernels_are_the_plain_formula(name: str) -> None:
     assert max(differences(CASES[name], F32)) < 1e-5
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("in_triton")
 @pytest.mark.parametrize("name", ["causal", "hidden"])
 @pytest.mark.parametrize("dtype", [F16, BF16])

@@ -87,12 +87,14 @@ def sweep(examples: int, p: float, order: int, ring: bool) -> None:
     check()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("p", [0.0, 0.4])
 @pytest.mark.parametrize("order", [0, 1])
 def test_blocks_of_rows_are_eagers_attention(order: int, p: float) -> None:
-    sweep(40, p, order, ring=False)
+    sweep(16, p, order, ring=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [0.4, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_a_ring_in_zigzag_order_is_eagers_attention(p: float) -> None:
     sweep(30, p, 1, ring=True)

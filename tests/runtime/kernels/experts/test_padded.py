@@ -46,7 +46,7 @@ def host_that_runs_ahead() -> Iterator[None]:
         yield
 
 
-@settings(max_examples=40)
+@settings(max_examples=16)
 @given(
     sizes=st.sampled_from([(2,), (4,), (2, 2), (4, 2), (2, 4)]),
     per_rank=st.sampled_from([(1,), (2,), (5,), (1, 3)]),
@@ -180,6 +180,7 @@ def sent_bytes(one: Mixture, comm: Comm, backward: bool) -> dict[str, int]:
     return dict(watcher.by_axis)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("wait_flops", [0.0, grouped.WAIT_FLOPS])
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("sizes", [{"ep": 4}, {"dp": 4, "ep": 2}], ids=["one axis", "two axes"])
@@ -312,6 +313,7 @@ def test_rows_with_no_room_end_the_step_on_all_ranks_and_nothing_is_applied() ->
         assert states == 0
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("choice", "on_overflow", "said"),
     [
