@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 from typing import Any
 
@@ -27,8 +27,12 @@ from autopar.costmodel.software import LOW_PRECISIONS, Software
 from autopar.errors import AutoparError
 from autopar.exchange.layout import Layout
 from autopar.exchange.to_options import CUT, UNREAD, differences, options_of
+from autopar.ir.program import resolve
 from autopar.passes.account.program import account
 from autopar.passes.price.pricer import Pricers
+from autopar.passes.price.side_by_side import PRODUCT
+from autopar.passes.rules.policies import op_class, policy_set
+from autopar.plan import Plan, TemplatePlan
 from benchmarks.published_models import Transformer
 from benchmarks.published_order import Timed, order_in_series, ordered_otherwise, report_order
 from benchmarks.published_rows import Row, measured_step_s
@@ -75,7 +79,7 @@ def approximated(w: Workload) -> list[str]:
     of_rows = {
         "experts apart over ranks with batches of their own, whole over those that share one": p.ep > 1 and p.cp > 1,
         "attention over a window without sinks": bool(w.model.window),
-        "recomputation of attention and of what is pointwise": w.plan.recompute == "selective",
+        "recomputation of attention and of what is pointwise": w.plan.recompute == "selective" and not saves_by_op(w),
         f"schedule {schedule} as {SCHEDULES.get(schedule)}": p.pp > 1 and schedule in SCHEDULES,
     }
     said = {UNREAD, CUT if stage_boundaries(w) else ""}  # the price makes again what the row's framework does
@@ -118,6 +122,34 @@ def stage_boundaries(w: Workload) -> list[str] | None:
     return [f"blocks.{first}" for first in accumulate(count for (count,) in layers[:-1])]
 
 
+def saves_by_op(w: Workload) -> bool:
+    """Whether a row's selective checkpoints are torch's, which save results of ops by name. With tensor parallelism they save
+    sums over ranks, which a plan has as terms."""
+    return w.plan.recompute == "selective" and w.software.recompute_stops and w.parallel.tp == 1
+
+
+def saved_by_op(program: autopar.ParallelProgram, w: Workload) -> Plan:
+    """The plan with what torch's selective checkpoints make again: all but attention and every second product of a layer's
+    weights; in 8 bits no product is saved, and the last one's result is read by nobody."""
+
+    def remade(name: str, plan: TemplatePlan) -> TemplatePlan:
+        template = program.ir.templates[name]
+        ops = {value: resolve(template.nodes[value])[0].name for value in policy_set(template, "full")}
+        products = [value for value, op in ops.items() if template.op_calls[op].op == PRODUCT]
+        saved = {*products} - {*(products[:-1] if w.software.low_dtype else products[1:-1:2])}
+        again = (v for v, op in ops.items() if v not in saved and op_class(template, op) != "attention")
+        return replace(plan, recompute=tuple(again) if plan.recompute and products else plan.recompute)
+
+    stages = program.plan.stages
+    return replace(
+        program.plan,
+        stages=tuple(
+            replace(stage, templates={name: remade(name, plan) for name, plan in stage.templates.items()})
+            for stage in stages
+        ),
+    )
+
+
 def compile_row(row: Row, measured_s: float) -> Compiled:
     """Raises AutoparError where the row's plan cannot be compiled."""
     w = row_workload(row)
@@ -127,8 +159,12 @@ def compile_row(row: Row, measured_s: float) -> Compiled:
             Transformer(w.model, TABLES[PRECISIONS[w.precision]]),
             torch.zeros(w.batch, w.model.seq_len, dtype=torch.long),
         )
-    optimizer = functools.partial(torch.optim.AdamW, lr=1e-4)
-    program = autopar.compile(model, w.cluster, (ids, ids), optimizer=optimizer, options=forced_options(w))
+    compiled = functools.partial(
+        autopar.compile, model, w.cluster, (ids, ids), optimizer=functools.partial(torch.optim.AdamW, lr=1e-4)
+    )
+    program = compiled(options=forced_options(w))
+    if saves_by_op(w):
+        program = compiled(options=forced_options(w), plan=saved_by_op(program, w))
     return Compiled(
         str(row["id"]),
         str(row["category"]["arch"]),

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from importlib import resources
 from typing import Annotated, Any
 
@@ -21,7 +21,7 @@ from autopar.cluster.tiers import Tier, fastest_first, tiers_data, tiers_from_di
 from autopar.errors import ClusterError
 from autopar.runtime.comm.devices import LEAST_CUDA, Device
 from autopar.runtime.data.fields import Form, from_data, given, kept, to_data
-from autopar.runtime.data.schema import SchemaError, must_be, number, parsed, positive, shown, text, where
+from autopar.runtime.data.schema import SchemaError, integer, must_be, number, parsed, positive, shown, text, where
 
 Attained = Annotated[float, positive(100)]
 DTYPE_BYTES: dict[str, float] = {
@@ -141,6 +141,7 @@ Architecture = Annotated[
         'an architecture such as "sm90" or "gfx942"',
     ),
 ]
+Threads = Annotated[int, integer(1, 1 << 24)]
 SPARSE = kept(sparse=True)
 NO_TIERS = "describe tiers in the cluster file (`tiers: usual`, or their figures), or use cluster.with_tiers()"
 
@@ -150,7 +151,8 @@ class DeviceSpec:
     """One device. FLOP/s, bytes, bytes/s, seconds. host_bandwidth_Bps: to the host's memory, one direction. tiers: memory
     beyond its own that a rank on it may use, fastest first (none: everything rests on the device). kernels: seconds of ops as
     they were measured on it, where they were. architecture: as compilers name it ("sm90"), by which kernels are chosen.
-    busy_watts: what it draws while it computes; idle_watts: while it waits, where that was published (None: not known)."""
+    resident_threads: of a GPU, those that run on it at once (None: not known). busy_watts: what it draws while it computes;
+    idle_watts: while it waits, where that was published (None: not known)."""
 
     name: str
     peak_flops: Mapping[Dtype, Rate]
@@ -163,6 +165,7 @@ class DeviceSpec:
     tiers: Tiers = field(default=(), metadata=SPARSE)
     kernels: KernelTimes | None = field(default=None, metadata=SPARSE)
     architecture: Architecture = field(default="", metadata=SPARSE)
+    resident_threads: Threads | None = field(default=None, metadata=SPARSE)
     busy_watts: Rate | None = field(default=None, metadata=SPARSE)
     idle_watts: Rate | None = field(default=None, metadata=SPARSE)
 
@@ -184,12 +187,12 @@ class DeviceSpec:
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
 
-    @property
+    @cached_property
     def runs_as(self) -> Device:
         """The device by which its kernels are chosen; a GPU of which nothing is said is one of CUDA's."""
         if self.architecture or self.kind != "gpu":
-            return Device.of_architecture(self.architecture)
-        return LEAST_CUDA
+            return replace(Device.of_architecture(self.architecture), resident_threads=self.resident_threads)
+        return replace(LEAST_CUDA, resident_threads=self.resident_threads)
 
     def supports(self, dtype: str) -> bool:
         """Whether the device has arithmetic for this dtype."""

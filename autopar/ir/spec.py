@@ -98,7 +98,7 @@ class Spec:
 
     def local_bytes(self, type_: TensorType, mesh: Mesh) -> int:
         """Bytes on one rank; of what one rank has whole, the owner's."""
-        if mesh.uneven and not self.run:
+        if mesh.uneven:
             return math.prod(self.local_shape(type_.shape, mesh)) * type_.dtype.itemsize
         parts = 1
         for axes in self.dims:

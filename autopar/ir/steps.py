@@ -12,12 +12,13 @@ which conversions are found, printed, typed and priced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from autopar.ir.mesh import Extent
+from autopar.ir.mesh import Extent, Mesh
+from autopar.ir.spec import Spec
 from autopar.runtime.comm.reshard import TABLE_STEPS, TableStepKind
 from autopar.runtime.kernels.ops import only_first
 
@@ -157,10 +158,75 @@ def rows(steps: Iterable[RuntimeStep]) -> tuple[tuple[Any, ...], ...]:
     return tuple(step.row for step in steps)
 
 
-def bytes_before_per_byte(steps: Iterable[RuntimeStep], sizes: Mapping[str, int]) -> float:
-    """How many bytes a rank holds before the steps for each byte that it holds after them."""
-    scale = 1.0
-    for step in steps:
-        for axis in step.axes:
-            scale = TABLE_STEPS[step.kind].bytes_before(scale, sizes[axis])
+def bytes_before_per_byte(
+    steps: Sequence[RuntimeStep], mesh: Mesh, after: Spec | None = None, shape: tuple[int, ...] = ()
+) -> float:
+    """How many bytes the rank with most holds before steps of a table for each byte that it holds after them. after, shape: how
+    what rests lies then, and its whole shape (None: all ranks hold as much)."""
+    scale, cut = 1.0, _Cut.of(after, mesh, shape)
+    for step in reversed(steps):
+        cut.flat ^= step.facts.table.of_block
+        for axis in reversed(step.axes):
+            scale = cut.moved(step, axis, scale, back=True)
     return scale
+
+
+def spec_before(steps: Sequence[RuntimeStep], after: Spec) -> Spec:
+    """How a block is cut before steps of a table, from how what rests lies after them; sums that are owed are left out."""
+    dims, flat = [*after.dims], bool(after.run) and after.owner is None
+    for step in reversed(steps):
+        flat ^= step.facts.table.of_block
+        for dim, grows in () if flat else step.moved:
+            dims[dim] = (*dims[dim], *step.axes) if grows > 0 else dims[dim][: -len(step.axes)]
+    return Spec(tuple(dims), (), after.run if flat else ())
+
+
+def passed(
+    steps: Iterable[AnyStep], held: float, mesh: Mesh, before: Spec | None = None, shape: tuple[int, ...] = ()
+) -> Iterator[tuple[AnyStep, str, int, float]]:
+    """Steps axis by axis, where these have several ranks, with their number and the bytes that the rank with most holds before.
+
+    held: its bytes before all of them. before, shape: as of `bytes_before_per_byte`, but before the steps.
+    """
+    cut = _Cut.of(before, mesh, shape)
+    for step in steps:
+        cut.flat ^= step.facts.table.of_block
+        for axis in step.axes:
+            size = mesh.sizes[axis]
+            if size > 1:
+                yield step, axis, size, held
+            held = cut.moved(step, axis, held)
+
+
+@dataclass
+class _Cut:
+    """How a block lies while steps change it. dims: the axes of every dim (none: all ranks hold as much); flat: it lies as its
+    runs, which are equal."""
+
+    mesh: Mesh
+    shape: tuple[int, ...]
+    dims: list[tuple[str, ...]]
+    flat: bool
+
+    @staticmethod
+    def of(spec: Spec | None, mesh: Mesh, shape: tuple[int, ...]) -> _Cut:
+        """The block of a spec."""
+        dims = [*spec.dims] if spec is not None and mesh.uneven else []
+        return _Cut(mesh, shape, dims, spec is not None and bool(spec.run) and spec.owner is None)
+
+    def moved(self, step: AnyStep, axis: str, held: float, back: bool = False) -> float:
+        """The bytes that the rank with most holds after a step over an axis, or before it (back). held: on the other side."""
+        if not self.dims or self.flat:
+            size = self.mesh.sizes[axis]
+            return step.facts.table.bytes_before(held, size) if back else step.facts.table.bytes_after(held, size)
+        for dim, grows in step.moved:
+            held /= self._longest(dim)
+            self.dims[dim] = self.dims[dim][:-1] if (grows > 0) != back else (*self.dims[dim], axis)
+            held *= self._longest(dim)
+        return held
+
+    def _longest(self, dim: int) -> int:
+        """The length of the longest block of a dim."""
+        length = self.mesh.extent(self.shape[dim], self.dims[dim])
+        assert length is not None, (self.shape[dim], self.dims[dim])
+        return int(length)

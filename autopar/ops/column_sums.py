@@ -28,9 +28,8 @@ _FEWEST, _MOST = 16, 256
 """Numbers that a thread adds at least where blocks share a column, and from which on they do."""
 _LARGEST = 1 << 31
 """Bytes of a tensor from which on torch takes it in parts."""
-_AT_ONCE = {(7, 0): 80 * 2048, (7, 5): 40 * 1024, (8, 0): 108 * 2048, (8, 6): 84 * 1536, (8, 9): 142 * 1536,
-            (9, 0): 132 * 2048, (10, 0): 148 * 2048, (10, 3): 148 * 2048}  # fmt: skip
-"""Threads that run at once on the largest device of a capability: processors times threads of each."""
+_RESIDENT = 1 << 18
+"""Threads that run at once on a device of which that is not known: about as many as on those of data centres."""
 
 
 def workspace_bytes(tensors: Sequence[torch.Tensor], arguments: Mapping[str, Any], device: Device) -> int:
@@ -59,7 +58,7 @@ def workspace_bytes(tensors: Sequence[torch.Tensor], arguments: Mapping[str, Any
     if rows < min(height * _FEWEST, _MOST) or adds < _MOST:
         return 0
     columns = -(-(outputs // vector) // width)
-    at_once = _AT_ONCE.get(device.capability, _AT_ONCE[9, 0]) // (width * height)
+    at_once = (device.resident_threads or _RESIDENT) // (width * height)
     if columns > at_once:
         return 0
     blocks = max(min(-(-at_once // columns), -(-adds // _FEWEST)), -(-adds // _MOST))

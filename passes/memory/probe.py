@@ -8,6 +8,7 @@ for tensors of the device that the program is for: its kernels are asked, with w
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,8 @@ from autopar.runtime.comm.devices import CPU, Device, standing_for
 from autopar.runtime.gradients.gather import Gather, start_gathers
 
 SMALL = 4 << 20
+_WITHOUT_DATA = re.compile(r"\bmeta\b|no fake impl")
+"""Torch's errors say so where it raises no NotImplementedError: of `item`, of sizes that data tell, of ops of users."""
 WholeLine = Compute | Convert | Cut | Join
 """Lines that are not parts of others."""
 Make = Callable[[WholeLine, tuple[Layout, ...]], list[Effect]]
@@ -137,7 +140,9 @@ class Probe:
                 tensors = [layout.tensor() for layout in (*layouts, *results)]
                 workspace = definition.workspace(tensors, line.kwargs, self.device)
                 watched = replace(watched, peak=max(watched.peak, sum(watched.fresh) + workspace))
-        except Exception:  # an op without a meta implementation, or one that looks at data
+        except (NotImplementedError, RuntimeError, TypeError) as error:
+            if not needs_data(error):
+                raise
             return [self._declared(line)]
         return [watched if len(watched.outs) >= len([o for o in line.outs if o != "_"]) else self._declared(line)]
 
@@ -165,6 +170,11 @@ class Probe:
         key = grown, _what(alike.line), alike.layouts, len(alike.sizes), len(line.outs)
         found = self.memo.get(key, found_at_primes)
         return None if found is None else found.at(alike.sizes)
+
+
+def needs_data(error: Exception) -> bool:
+    """Whether torch says by an error that tensors without data are not enough: an op has no meta function, or looks at data."""
+    return isinstance(error, NotImplementedError) or _WITHOUT_DATA.search(str(error)) is not None
 
 
 def _what(numbered: WholeLine) -> Hashable:

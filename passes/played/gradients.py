@@ -6,7 +6,6 @@ time (`autopar.runtime.gradients`) decides it here. Prices ask which gradients i
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,8 @@ from autopar.ir.lines import AddGradient
 from autopar.ir.lowered import LoweredStage, StoredParameter
 from autopar.ir.mesh import Mesh
 from autopar.ir.resting import gradient_bytes
-from autopar.ir.steps import bytes_before_per_byte, rows
+from autopar.ir.spec import Spec
+from autopar.ir.steps import bytes_before_per_byte, rows, spec_before
 from autopar.passes.played.meta_comm import MetaComm
 from autopar.passes.played.tensors import Layout, Ledger
 from autopar.passes.rules.memo import Memo
@@ -30,13 +30,19 @@ from autopar.runtime.memory.tiers import Tiers
 
 
 def unreduced_bytes(p: StoredParameter, mesh: Mesh) -> float:
-    """Bytes of a parameter's gradient on a rank before its reduction."""
-    return gradient_bytes(p.updated_bytes(mesh)) * bytes_before_per_byte(p.reduce, mesh.sizes)
+    """Bytes of a parameter's gradient before its reduction, on the rank that has most."""
+    before = bytes_before_per_byte(p.reduce, mesh, p.optimizer, p.type.shape)
+    return gradient_bytes(p.updated_bytes(mesh)) * before
 
 
 def summed_bytes(p: StoredParameter, mesh: Mesh) -> float:
     """The same where contributions are summed: no zeros fill it up yet."""
-    return float(math.prod(_unreduced_shape(p, mesh)) * p.type.dtype.itemsize)
+    return float(unreduced_spec(p).local_bytes(p.type, mesh))
+
+
+def unreduced_spec(p: StoredParameter) -> Spec:
+    """How a parameter's gradient is cut before its reduction."""
+    return spec_before(p.reduce, p.optimizer)
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ def _played(
 ) -> tuple[SentBucket, ...]:
     """The messages of stages that are alike. added: whose gradients in their order, and whether nobody else holds them."""
     store, before = PlayedStore(parameters, mesh, 1, memo), Counter[str]()
-    layouts = [Layout.dense(_unreduced_shape(p, mesh), p.type.dtype) for p in parameters]
+    layouts = [Layout.dense(unreduced_spec(p).local_shape(p.type.shape, mesh), p.type.dtype) for p in parameters]
     buckets: list[SentBucket] = []
 
     def note(after: int) -> None:
@@ -103,19 +109,6 @@ def sent_in_place(stage: LoweredStage, memo: Memo) -> frozenset[str]:
     """The parameters of a stage whose gradients are reduced where they lie, in a message of their own."""
     alone = (bucket for bucket in sent_buckets(stage, memo) if not bucket.packed)
     return frozenset(name for bucket in alone for name, before in bucket.sums if not before)
-
-
-def _unreduced_shape(p: StoredParameter, mesh: Mesh) -> list[int]:
-    """The shape of a parameter's gradient on a rank before its reduction."""
-    shape = list(p.optimizer.local_shape(p.type.shape, mesh))
-    for step in reversed(p.reduce):
-        size = mesh.product(step.axes)
-        if step.facts.table.of_block:
-            shape = list(step.dims)
-            continue
-        for dim, grows in step.moved:
-            shape[dim] = shape[dim] // size if grows > 0 else shape[dim] * size
-    return shape
 
 
 class _Tiers(Tiers):

@@ -17,7 +17,15 @@ from autopar.ir.program import Template
 from autopar.ir.resting import busiest_rank
 from autopar.ir.setting import Setting
 from autopar.ops.registry import find
-from autopar.passes.price.frameworks import AS_WRITTEN, AsRun, as_run, conversions, framework_traffic, made_whole
+from autopar.passes.price.frameworks import (
+    AS_WRITTEN,
+    AsRun,
+    as_run,
+    conversions,
+    framework_traffic,
+    is_along_sequence,
+    made_whole,
+)
 from autopar.passes.price.fusion import fused_bytes
 from autopar.passes.price.lines import (
     GATHER,
@@ -99,9 +107,9 @@ def _function_work(
         kernel, grouped = None if run.is_inside(begun) else passes_over_memory(begun), None
         match begun:
             case Convert():
-                computed_s += conversion_copied_s(begun, held, pricer)
                 if beside is not None and line is begun:
-                    continue  # its message is one of `conversions`
+                    continue  # its message is one of `conversions`, and rows lie as they travel
+                computed_s += conversion_copied_s(begun, held, pricer)
             case Join():
                 apart_s += joined_s(begun, held, pricer)
             case Compute(node=node) if node in template.op_calls:
@@ -113,6 +121,9 @@ def _function_work(
                     computed_s += 0.0 if kernel else (op_s(begun) - launch_s) * wider(beside, begun, held)
                     apart_s += between_s + (op_s(begun) - launch_s if kernel else 0.0)
                 computed_s += pricer.copy_s * cast_bytes(begun, held, cast, pricer.software)
+                if beside is not None and line is begun and is_along_sequence(begun):
+                    clock.compute(op_s(begun))
+                    continue  # what it sends is one of `conversions`
                 if grouped is not None and line is begun and pricer.software.keeps_rows:
                     clock.compute(op_s(begun))
                     for message in dispatches(call, rule, strategy, grouped, prices.mesh):
@@ -121,9 +132,7 @@ def _function_work(
         run_line(clock, line, held, pricer, op_s)
     for purpose, seconds in conversions(function, forward, pricer) if beside is not None else ():
         clock.send(purpose, seconds)
-    fused_s = pricer.copy_s * fused_bytes(
-        function, held, lambda line: None if run.is_inside(line) else passes_over_memory(line), run.lines
-    )
+    fused_s = pricer.copy_s * fused_bytes(function, held, lambda line: _joins_passes(line, run, beside), run.lines)
     return Work(computed_s, fused_s, apart_s, launches(function, template, run), clock.exposed, clock.hidden_s, host_s)
 
 
@@ -157,6 +166,14 @@ def passes_over_memory(line: Line) -> bool | None:
         return None
     definition = find(line.op)
     return definition is None or definition.work is None
+
+
+def _joins_passes(line: Line, run: AsRun, beside: SideBySide | None) -> bool | None:
+    """Whether a line is one of passes that neighbours make together, as of `passes_over_memory`. A conversion without a message
+    ends none: a framework has what it is of (tables of positions) as it wants it."""
+    if run.is_inside(line) or (beside is not None and isinstance(line, Convert) and not line.step.facts.sends):
+        return None
+    return passes_over_memory(line)
 
 
 def is_kernel(op: str) -> bool:

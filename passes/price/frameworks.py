@@ -35,6 +35,7 @@ _Sent = tuple[str, tuple[str, ...], float]
 OF_LOSS = "autopar.times"
 """Gradients that a loss and its head made in forward, in backward: a framework makes them there."""
 SUMS = ("reduce_scatter", "all_reduce")
+CP_EXPOSED = "cp_exposed"
 PRODUCTS = (PRODUCT, OF_INPUT, OF_WEIGHT)
 
 
@@ -135,32 +136,72 @@ def conversions(function: Function, forward: Function | None, pricer: Pricer) ->
     the function is.
 
     Around a layer's products software overlaps the gathers and scatters of a sequence, around a head's it does not. What moves a
-    sequence to other ranks hides as context parallelism does. Megatron's backward sends its sums behind products of weights'
-    gradients, and gathers behind those of inputs what forward gathered.
+    sequence to other ranks hides as context parallelism does, and so do attention's keys and values, which travel together.
+    Megatron's backward sends its sums behind products of weights' gradients, and gathers behind those of inputs what forward
+    gathered; keys and values it gathers again as it did before.
     """
-    held, software = function.local_bytes(pricer.mesh), pricer.software
+    software, mesh = pricer.software, pricer.mesh
     again = {out for line in forward.lines for out in line.outs} if forward is not None else set()
-    layers = any(_of_weights(line) for line in function.lines)
-    for line in function.lines:
-        for message in conversion_messages(line, held, pricer.mesh) if isinstance(line, Convert) else ():
-            overlap = message.purpose.overlap if layers else ""
-            if message.kind == "all_to_all":
-                overlap = "cp_exposed"
-            elif (
-                forward is not None
-                and layers
-                and message.kind in SUMS
-                and software.regathers
-                and again.isdisjoint(line.outs)
-            ):
-                overlap = BEHIND_PRODUCTS
-            yield Purpose(message.axis, overlap), message.seconds(pricer)
+    layers, of_keys = any(_of_weights(line) for line in function.lines), _of_keys(function, mesh)
+    for out, message in _messages(function, mesh):
+        overlap = message.purpose.overlap if layers else ""
+        if out in of_keys.values:
+            continue
+        if message.kind == "all_to_all":
+            overlap = CP_EXPOSED
+        elif forward is not None and layers and message.kind in SUMS and software.regathers and out not in again:
+            overlap = BEHIND_PRODUCTS
+        yield Purpose(message.axis, overlap), message.seconds(pricer)
+    messages = of_keys.messages
     if forward is not None and software.regathers and layers:
-        held = forward.local_bytes(pricer.mesh)
-        for line in forward.lines:
-            for message in conversion_messages(line, held, pricer.mesh) if isinstance(line, Convert) else ():
-                if message.kind == "all_gather":
-                    yield Purpose(message.axis, BEHIND_PRODUCTS), message.seconds(pricer)
+        of_keys = _of_keys(forward, mesh)
+        messages += tuple(message for message in of_keys.messages if message.kind == "all_gather")
+        for out, message in _messages(forward, mesh):
+            if message.kind == "all_gather" and out not in of_keys.values:
+                yield Purpose(message.axis, BEHIND_PRODUCTS), message.seconds(pricer)
+    yield from ((Purpose(message.axis, CP_EXPOSED), message.seconds(pricer)) for message in messages)
+
+
+def _messages(function: Function, mesh: Mesh) -> Iterator[tuple[str, Message]]:
+    """The messages of a function's conversions, with what these make."""
+    held = function.local_bytes(mesh)
+    for line in function.lines:
+        for message in conversion_messages(line, held, mesh) if isinstance(line, Convert) else ():
+            yield line.outs[0], message
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """Messages of keys, values and their gradients, those of one attention together, and what conversions make for these."""
+
+    messages: tuple[Message, ...]
+    values: frozenset[str]
+
+
+def _of_keys(function: Function, mesh: Mesh) -> _Keys:
+    """The messages of a function that attention waits for, or waits for attention, apart from exchanges of heads."""
+    messages: list[Message] = []
+    values: set[str] = set()
+    value_of = {line.outs[0]: line.value for line in function.lines if isinstance(line, Convert)}
+    for line in function.lines:
+        if not isinstance(line, Compute) or not is_along_sequence(line):
+            continue
+        nbytes: dict[tuple[str, str], float] = {}
+        for sent in line.sent:
+            nbytes[sent.kind, sent.axis] = nbytes.get((sent.kind, sent.axis), 0.0) + sent.times * float(sent.nbytes)
+        for out, message in _messages(function, mesh):
+            if message.kind != "all_to_all" and (out in set(line.reads()) or value_of[out] in line.outs):
+                values.add(out)
+                key = message.kind, message.axis
+                nbytes[key] = nbytes.get(key, 0.0) + message.nbytes
+        messages += [Message(kind, axis, "keys", together) for (kind, axis), together in nbytes.items()]
+    return _Keys(tuple(messages), frozenset(values))
+
+
+def is_along_sequence(line: Compute) -> bool:
+    """Whether an op's ranks along a sequence have unequal work: it is attention, or its gradient."""
+    definition = find(line.op)
+    return definition is not None and definition.imbalance is not None
 
 
 def _of_weights(line: Line) -> bool:

@@ -40,9 +40,9 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.resting import on_rank
 from autopar.ir.rule import Rule, Strategy, carried_choices
 from autopar.ir.setting import Setting
-from autopar.ir.steps import AnyStep
+from autopar.ir.steps import AnyStep, passed
 from autopar.ops.registry import Grouped
-from autopar.passes.played.gradients import sent_in_place, summed_bytes, unreduced_bytes
+from autopar.passes.played.gradients import sent_in_place, summed_bytes, unreduced_bytes, unreduced_spec
 from autopar.passes.price.compression import compressed_messages, compressing_bytes, wire_share
 from autopar.passes.price.pricer import Pricer
 from autopar.runtime.gradients.buckets import BUCKETED
@@ -51,6 +51,8 @@ from autopar.runtime.gradients.gather import GATHERED
 TemplateSeconds = Mapping[str, Mapping[str, float]]
 """Seconds of a call by template, then by action: F, B and W."""
 GATHER = Purpose("gather")
+Passed = Iterator[tuple[AnyStep, str, int, float]]
+"""Steps axis by axis with their ranks, and the bytes that the one with most holds before (`autopar.ir.steps.passed`)."""
 
 
 @dataclass(frozen=True)
@@ -135,18 +137,18 @@ def dispatches(call: OpCall, rule: Rule, strategy: Strategy, grouped: Grouped, m
 def conversion_messages(line: Convert, held: Mapping[str, float], mesh: Mesh, where: str = "") -> Iterator[Message]:
     """The message of a conversion, if it sends one."""
     what = f"{where}.{line.node or line.source}"
-    return _step_messages((line.step,), held.get(line.value, 0.0), mesh, what)
+    return _step_messages(passed((line.step,), held.get(line.value, 0.0), mesh), what)
 
 
 def gather_messages(gather: ParameterGather, p: StoredParameter, mesh: Mesh) -> Iterator[Message]:
     """A parameter from its storage to where a call uses it; it is cast before."""
-    return _step_messages(gather.steps, p.stored_bytes(mesh, gather.dtype), mesh, f"gather {p.name}")
+    return _step_messages(_gathered(gather, p, mesh), f"gather {p.name}")
 
 
 def gradient_messages(p: StoredParameter, mesh: Mesh) -> Iterator[Message]:
     """The reduction of one parameter's gradient."""
     itemsize = p.type.dtype.itemsize
-    for message in _step_messages(p.reduce, unreduced_bytes(p, mesh), mesh, f"gradient {p.name}", BUCKETED):
+    for message in _step_messages(_reduced(p, mesh), f"gradient {p.name}", BUCKETED):
         if p.compression and message.bucketed:
             packed = wire_share(p.compression, itemsize)
             for kind, nbytes in compressed_messages(message.kind, message.nbytes, p.compression, itemsize):
@@ -168,26 +170,29 @@ def extra_messages(stage: LoweredStage) -> Iterator[tuple[Message, int]]:
 
 def regather_messages(p: StoredParameter, mesh: Mesh) -> Iterator[Message]:
     """One parameter's updated value from the optimizer's shard to storage."""
-    return _step_messages(p.regather, p.updated_bytes(mesh), mesh, f"regather {p.name}", GATHERED)
+    return _step_messages(_regathered(p, mesh), f"regather {p.name}", GATHERED)
 
 
-def _step_messages(
-    steps: Iterable[AnyStep], held: float, mesh: Mesh, what: str, joined: tuple[str, ...] = ()
-) -> Iterator[Message]:
-    """held: bytes of a rank before the steps. joined: kinds of messages that travel in one with others."""
-    for step, axis, size, before in _passed(steps, float(held), mesh):
+def _step_messages(passed_steps: Passed, what: str, joined: tuple[str, ...] = ()) -> Iterator[Message]:
+    """The messages of steps. joined: kinds of messages that travel in one with others."""
+    for step, axis, size, before in passed_steps:
         if step.facts.sends:
             yield Message(step.kind, axis, what, step.facts.full_bytes(before, size), step.kind in joined)
 
 
-def _passed(steps: Iterable[AnyStep], held: float, mesh: Mesh) -> Iterator[tuple[AnyStep, str, int, float]]:
-    """Steps axis by axis, where these have several ranks, with their number and the bytes that each of them holds before."""
-    for step in steps:
-        for axis in step.axes:
-            size = mesh.sizes[axis]
-            if size > 1:
-                yield step, axis, size, held
-                held = step.facts.table.bytes_after(held, size)
+def _gathered(gather: ParameterGather, p: StoredParameter, mesh: Mesh) -> Passed:
+    """The steps of a parameter from its storage to where a call uses it."""
+    return passed(gather.steps, p.stored_bytes(mesh, gather.dtype), mesh, p.storage, p.type.shape)
+
+
+def _reduced(p: StoredParameter, mesh: Mesh) -> Passed:
+    """The steps that reduce a parameter's gradient."""
+    return passed(p.reduce, unreduced_bytes(p, mesh), mesh, unreduced_spec(p), p.type.shape)
+
+
+def _regathered(p: StoredParameter, mesh: Mesh) -> Passed:
+    """The steps of an updated value to where it is stored."""
+    return passed(p.regather, p.updated_bytes(mesh), mesh, p.optimizer, p.type.shape)
 
 
 # --- seconds
@@ -195,13 +200,12 @@ def _passed(steps: Iterable[AnyStep], held: float, mesh: Mesh) -> Iterator[tuple
 
 def conversion_copied_s(line: Convert, held: Mapping[str, float], pricer: Pricer) -> float:
     """Seconds that a rank copies for a conversion, beside its message."""
-    return _steps_copied_s((line.step,), held.get(line.value, 0.0), pricer)
+    return _steps_copied_s(passed((line.step,), held.get(line.value, 0.0), pricer.mesh), pricer)
 
 
-def _steps_copied_s(steps: Iterable[AnyStep], held: float, pricer: Pricer) -> float:
-    """Seconds that a rank copies for steps. held: its bytes before them."""
-    passed = _passed(steps, held, pricer.mesh)
-    return sum(step.facts.copied_s(before, size, step.dims, pricer.copy_s) for step, _, size, before in passed)
+def _steps_copied_s(passed_steps: Passed, pricer: Pricer) -> float:
+    """Seconds that a rank copies for steps."""
+    return sum(step.facts.copied_s(before, size, step.dims, pricer.copy_s) for step, _, size, before in passed_steps)
 
 
 class Part(NamedTuple):
@@ -312,7 +316,7 @@ def sent_times(p: StoredParameter, stage: LoweredStage) -> int:
 
 def _sums(p: StoredParameter, mesh: Mesh) -> list[Message]:
     """The sums of a parameter's gradient, as they are without compression."""
-    return [m for m in _step_messages(p.reduce, unreduced_bytes(p, mesh), mesh, "", BUCKETED) if m.bucketed]
+    return [m for m in _step_messages(_reduced(p, mesh), "", BUCKETED) if m.bucketed]
 
 
 def gather_alone_s(gather: ParameterGather, p: StoredParameter, pricer: Pricer) -> float:
@@ -325,9 +329,8 @@ def _gather_alone_s(gather: ParameterGather, p: StoredParameter, pricer: Pricer)
     """The same of one parameter."""
     joined = pricer.software.joins_gathers
     messages = gather_messages(gather, p, pricer.mesh)
-    held = p.stored_bytes(pricer.mesh, gather.dtype)
     sent_s = sum(replace(message, bucketed=joined).seconds(pricer) for message in messages)
-    return sent_s + _steps_copied_s(gather.steps, held, pricer)
+    return sent_s + _steps_copied_s(_gathered(gather, p, pricer.mesh), pricer)
 
 
 def cast_seconds(gather: ParameterGather, p: StoredParameter, pricer: Pricer) -> float:
@@ -347,7 +350,7 @@ def narrow_seconds(p: StoredParameter, pricer: Pricer) -> float:
 def reduce_seconds(p: StoredParameter, pricer: Pricer) -> float:
     """Seconds of the messages that reduce a gradient, and of what is copied and compressed for them."""
     sent_s = _sent_s(gradient_messages(p, pricer.mesh), p, pricer.software.reduce_bytes, pricer)
-    return sent_s + _steps_copied_s(p.reduce, unreduced_bytes(p, pricer.mesh), pricer) + _compressing_s(p, pricer)
+    return sent_s + _steps_copied_s(_reduced(p, pricer.mesh), pricer) + _compressing_s(p, pricer)
 
 
 def sums_seconds(p: StoredParameter, pricer: Pricer) -> list[float]:
@@ -373,7 +376,7 @@ def _compressing_s(p: StoredParameter, pricer: Pricer) -> float:
 def regather_seconds(p: StoredParameter, pricer: Pricer) -> float:
     """Seconds of the messages that bring an updated value to where it is stored, and of what is copied for them."""
     sent_s = _sent_s(regather_messages(p, pricer.mesh), p, pricer.software.copy_bytes, pricer)
-    return sent_s + _steps_copied_s(p.regather, p.updated_bytes(pricer.mesh), pricer)
+    return sent_s + _steps_copied_s(_regathered(p, pricer.mesh), pricer)
 
 
 def _sent_s(messages: Iterable[Message], p: StoredParameter, element_bytes: float | None, pricer: Pricer) -> float:

@@ -122,12 +122,12 @@ class OpSeconds:
             filled_s, moved[-1] = compute.filling_time_s(device, moved[-1], moved[0])
         grouped = self.grouped(parts, strategy, mesh)
         along = [mesh.sizes[axis] for axis, _ in carried_choices(strategy, mesh)] if grouped else []
-        shape = facts.dims(call, parts, share) if facts.dims else _product(groups, self.rule, parts)
+        balances = kind in compute.ATTENTION and not software.is_emitted  # zigzag order, merged inside the kernel
+        cut = dict.fromkeys(parts, 1) if balances else parts
+        shape = facts.dims(call, parts, share) if facts.dims else _product(groups, self.rule, cut)
         tile = 0.0
         if kind in compute.ATTENTION and shape:
             tile = causal_tile(device, shape[0], eager=software.eager_attention, backward=kind != "attention")
-        balances = kind in compute.ATTENTION and not software.is_emitted  # zigzag order, merged inside the kernel
-        cut = dict.fromkeys(parts, 1) if balances else parts
         imbalance, drawing = (facts.imbalance(call, cut, t) if facts.imbalance else 1.0 for t in (tile, 0.0))
         merged = facts.merged(call, cut, device.runs_as) if facts.merged else None
         merging_s = compute.merging_time_s(device, call.op, **vars(merged)) if merged is not None else 0.0

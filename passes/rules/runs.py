@@ -21,7 +21,7 @@ from itertools import combinations
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.spec import Spec
-from autopar.ir.steps import RuntimeStep
+from autopar.ir.steps import RuntimeStep, passed
 from autopar.passes.rules.alphabet import refinements, shards
 from autopar.passes.rules.lattice import CollectiveCost
 
@@ -102,10 +102,7 @@ def scatter_steps(before: Spec, spec: Spec, shape: tuple[int, ...], mesh: Mesh) 
 def steps_s(steps: Iterable[RuntimeStep], held: float, mesh: Mesh, cost: CollectiveCost, copy_s: float) -> float:
     """Seconds of steps. held: bytes of a rank before them."""
     seconds = 0.0
-    for step in steps:
-        for axis in step.axes:
-            facts, size = step.facts, mesh.sizes[axis]
-            seconds += facts.copied_s(held, size, step.dims, copy_s)
-            seconds += cost(step.kind, facts.full_bytes(held, size), axis) if facts.sends else 0.0
-            held = facts.table.bytes_after(held, size)
+    for step, axis, size, before in passed(steps, held, mesh):
+        seconds += step.facts.copied_s(before, size, step.dims, copy_s)
+        seconds += cost(step.kind, step.facts.full_bytes(before, size), axis) if step.facts.sends else 0.0
     return seconds

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from autopar.ir import lines as ir
 from autopar.ir.lines import Line, Ref, Stored
+from autopar.ir.mesh import Mesh
 from autopar.ir.steps import RuntimeStep, Step, bytes_before_per_byte
 
 SIZES = {"dp": 4, "tp": 2, "cp": 1}
@@ -63,7 +64,7 @@ def test_a_step_in_a_table_is_its_kind_its_axes_and_its_dims() -> None:
 )
 def test_bytes_before_steps_become_the_bytes_after_them(table: list[tuple[str, tuple[str, ...]]]) -> None:
     steps = [RuntimeStep(kind, axes) for kind, axes in table]
-    nbytes = 1024 * bytes_before_per_byte(steps, SIZES)
+    nbytes = 1024 * bytes_before_per_byte(steps, Mesh.from_dict(SIZES))
     for step in steps:
         for axis in step.axes:
             nbytes = step.facts.table.bytes_after(nbytes, SIZES[axis])

@@ -19,10 +19,12 @@ from .backends import CUDA, HOST, Backend, backend_of
 
 @dataclass(frozen=True)
 class Device:
-    """type: "cpu", "cuda", "rocm". capability: of a CUDA device, (9, 0) of an H100."""
+    """type: "cpu", "cuda", "rocm". capability: of a CUDA device, (9, 0) of an H100. resident_threads: those that run on it at
+    once, where a cluster says it (None: not known)."""
 
     type: str
     capability: tuple[int, int] = (0, 0)
+    resident_threads: int | None = None
 
     @staticmethod
     def of_architecture(name: str) -> Device:

@@ -86,7 +86,7 @@ def came_bytes(p: StoredParameter, mesh: Mesh) -> float:
     """Bytes of a gradient as it comes to the store, where no zeros fill it up yet."""
     for i, step in enumerate(p.reduce):
         if step.kind == "flatten":
-            return math.prod(step.dims) * p.type.dtype.itemsize * bytes_before_per_byte(p.reduce[:i], mesh.sizes)
+            return math.prod(step.dims) * p.type.dtype.itemsize * bytes_before_per_byte(p.reduce[:i], mesh)
     return unreduced_bytes(p, mesh)
 
 

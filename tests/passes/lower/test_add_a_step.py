@@ -129,7 +129,7 @@ def test_it_sends_nothing_and_costs_what_it_writes() -> None:
 def test_a_table_may_have_it() -> None:
     (step,) = runtime_steps(path(pricer(), ROWS, ON_DP, OWED), ROWS, pricer().mesh) or ()
     assert step == RuntimeStep("pad", ("dp",), (0,))
-    assert bytes_before_per_byte((step, GATHER_DP), MESH.sizes) == 1 / 4
+    assert bytes_before_per_byte((step, GATHER_DP), MESH) == 1 / 4
 
     def run(comm: Comm) -> list[float]:
         return list(run_step(comm, torch.ones(1), rows((step,))[0]).tolist())

@@ -18,7 +18,7 @@ from autopar.ir.spec import Spec
 from autopar.ir.steps import RuntimeStep, Step
 from autopar.ir.types import TensorType
 from autopar.passes.memory import probe
-from autopar.passes.memory.probe import GatheredShard, Probe, local
+from autopar.passes.memory.probe import GatheredShard, Probe, local, needs_data
 from autopar.passes.played.tensors import Effect, Layout, Out
 from autopar.passes.rules.memo import Memo
 from autopar.runtime.comm.devices import CPU, Device
@@ -173,6 +173,36 @@ def test_an_op_that_looks_at_data_is_believed_its_declared_type() -> None:
     memo = Memo()
     of_meshes = [Probe(Mesh.of(dp=n), memo=memo).effect(line, {"x": X})[1].fresh for n in (2, 4)]
     assert of_meshes == [(64,), (32,)], "the types' blocks are those of each mesh"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        lambda x: torch.unique(x),
+        lambda x: x.sum().item(),
+        lambda x: x.repeat_interleave(x.long()),
+        lambda x: x.tolist(),
+        lambda x: without_meta(x),
+    ],
+    ids=["no function", "item", "sizes", "copy", "an op of users"],
+)
+def test_torch_says_that_it_needs_data(asked: Any) -> None:
+    with pytest.raises((NotImplementedError, RuntimeError)) as raised:
+        asked(torch.empty(4, device="meta"))
+    assert needs_data(raised.value)
+
+
+@torch.library.custom_op("autopar_test_probe::without_meta", mutates_args=())
+def without_meta(x: torch.Tensor) -> torch.Tensor:
+    """An op of a user who wrote no meta function."""
+    return x.clone()
+
+
+def test_an_error_of_another_kind_is_none_of_missing_data() -> None:
+    """Operands that do not fit are a fault of the compiler; the declared type would hide it."""
+    line = compute("aten.mm.default", ("y",), self=Ref("x"), mat2=Ref("x"))
+    with pytest.raises(RuntimeError, match="reduction dim"):
+        effect(line, x=Layout.dense((4, 5), F32))
 
 
 @pytest.mark.parametrize("mode", ["lstm", "gru"])

@@ -6,15 +6,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from autopar.cluster.device import device_preset
 from autopar.ir.lines import Compute, Ref
 from autopar.ir.mesh import Mesh
 from autopar.ops.column_sums import workspace_bytes
 from autopar.ops.registry import find
 from autopar.passes.memory.probe import Probe
 from autopar.passes.played.tensors import Layout
-from autopar.runtime.comm.devices import CPU, Device
+from autopar.runtime.comm.devices import CPU
 
-H100 = Device("cuda", (9, 0))
+H100 = device_preset("h100").runs_as
 ROUNDED = 4096
 """Bytes by which the allocator rounds results, and semaphores that blocks share."""
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
