@@ -72,6 +72,14 @@ def _over(task: Task, candidate: PricedPlan) -> float:
     return surely if surely > 0 else task.short_bytes(candidate.plan, account_of(candidate))
 
 
+def least_over(task: Task, whole: PricedPlan) -> float:
+    """Bytes by which a finished candidate breaks its limit at least, whichever gradients are reduced after every microbatch; up
+    to 0 where that is not known before gradients are played."""
+    if may_be(task) and whole.lowered is not None and len(whole.lowered.stages) == 1:
+        whole = reducing(task, whole, saved_bytes(whole.lowered.stages[0]).keys())
+    return task.surely_short_bytes(whole.plan, account_of(whole))
+
+
 def smallest(task: Task, candidate: PricedPlan) -> PricedPlan:
     """The candidate lowered and accounted for, with all gradients reduced after every microbatch where its peak is lower so."""
     whole = task.finish(candidate)
