@@ -57,7 +57,8 @@ def finished(task: Task, candidate: PricedPlan) -> PricedPlan:
     largest_first = sorted(saved_bytes(whole.lowered.stages[0]).items(), key=lambda item: (-item[1], item[0]))
     total = sum(nbytes for _, nbytes in largest_first)
     best, part = reducing(task, whole, {name for name, _ in largest_first}), max(total / 2, over)
-    if total < over or _over(task, best) > 0 or total - part < _LITTLE * total:
+    surely_short = task.surely_short_bytes(best.plan, account_of(best))
+    if total < over or surely_short > 0 or total - part < _LITTLE * total:
         return best
     before = accumulate((nbytes for _, nbytes in largest_first), initial=0.0)
     names = {name for (name, _), held in zip(largest_first, before, strict=False) if held < part}

@@ -265,11 +265,12 @@ class ShortMemorySearch:
         mesh, M, offload = question
         try:
             result = fastest_within_limit(task, joint, self.best_s)
-            room = math.inf
+            room = least_bytes_before = math.inf
             while isinstance(result, Shortage):
                 tighter = tighter_room(joint, task.limit_at(mesh), result.least_bytes, room)
-                if tighter >= room:
+                if tighter >= room or result.least_bytes >= least_bytes_before:
                     break
+                least_bytes_before = result.least_bytes
                 room, joint = tighter, joint_on(task, mesh, per_axis=self._per_axis.get(mesh), room_bytes=tighter)
                 if not self._may_win(_least_s(task, joint.fastest.seconds)):
                     return result
