@@ -74,7 +74,8 @@ def sent_buckets(stage: LoweredStage, memo: Memo) -> tuple[SentBucket, ...]:
     lines = [line for function in functions for line in function.lines if isinstance(line, AddGradient)]
     are_sums = stage.microbatches > 1  # which the store made, and nobody else holds
     added = tuple((number[line.parameter], line.owned or are_sums) for line in lines)
-    played = memo[_played](numbered(stage), stage.mesh, added, memo)
+    at_the_end = tuple(replace(p, by_microbatch=False) if p.by_microbatch else p for p in numbered(stage))
+    played = memo[_played](at_the_end, stage.mesh, added, memo)
     return tuple(
         replace(bucket, sums=tuple((trained[int(name)].name, before) for name, before in bucket.sums))
         for bucket in played

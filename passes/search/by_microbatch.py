@@ -57,7 +57,8 @@ def finished(task: Task, candidate: PricedPlan) -> PricedPlan:
     largest_first = sorted(saved_bytes(whole.lowered.stages[0]).items(), key=lambda item: (-item[1], item[0]))
     total = sum(nbytes for _, nbytes in largest_first)
     best, part = reducing(task, whole, {name for name, _ in largest_first}), max(total / 2, over)
-    if total < over or _over(task, best) > 0 or total - part < _LITTLE * total:
+    surely_short = task.surely_short_bytes(best.plan, account_of(best))
+    if total < over or surely_short > 0 or total - part < _LITTLE * total:
         return best
     before = accumulate((nbytes for _, nbytes in largest_first), initial=0.0)
     names = {name for (name, _), held in zip(largest_first, before, strict=False) if held < part}
@@ -70,6 +71,14 @@ def _over(task: Task, candidate: PricedPlan) -> float:
     need not be played then."""
     surely = task.surely_short_bytes(candidate.plan, account_of(candidate))
     return surely if surely > 0 else task.short_bytes(candidate.plan, account_of(candidate))
+
+
+def least_over(task: Task, whole: PricedPlan) -> float:
+    """Bytes by which a finished candidate breaks its limit at least, whichever gradients are reduced after every microbatch; up
+    to 0 where that is not known before gradients are played."""
+    if may_be(task) and whole.lowered is not None and len(whole.lowered.stages) == 1:
+        whole = reducing(task, whole, saved_bytes(whole.lowered.stages[0]).keys())
+    return task.surely_short_bytes(whole.plan, account_of(whole))
 
 
 def smallest(task: Task, candidate: PricedPlan) -> PricedPlan:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
+from functools import reduce
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
@@ -59,6 +60,10 @@ def _without_choice(key: Key) -> InfeasibleError:
     return InfeasibleError(f"no choice is left for {' '.join(key)}; loosen the constraints that match it")
 
 
+_Part = tuple[str, str | int] | None
+"""A template and an op, a conversion or the slot of a parameter of it."""
+
+
 class Problem:
     """Builds the factor graph; `allowed(key, state)` filters states (constraints, baselines), `given` fixes them.
 
@@ -79,7 +84,7 @@ class Problem:
         room_bytes: float = math.inf,
     ) -> None:
         self.program, self.pricer, self.mesh, self.rules = program, pricer, pricer.mesh, rules
-        self.setting = setting
+        self.setting, self._is_restricted = setting, False
         away = pricer.device.some_tiers()[0] if setting.offload and program.training else None
         self._move_s = 1 / away.bandwidth_Bps if away else 0.0  # seconds per byte to a memory tier and back, one way
         self.given, self.rests, self.room_bytes = given, rests, room_bytes
@@ -87,17 +92,12 @@ class Problem:
         self.shares = overlap_shares(program, pricer, rules, setting)
         self.graph = FactorGraph()
         self.facts: dict[str, TemplateFacts] = {name: template_facts(t) for name, t in program.templates.items()}
-        self.recompute = dict(recompute or {})
-        self.recomputations: dict[str, Recomputation] = {
-            name: recomputation(t, self.facts[name].flow, self.recompute.get(name, ()))
-            for name, t in program.templates.items()
-        }
-        self.held = {name: held_values(t, self.recomputations[name]) for name, t in program.templates.items()}
+        self._recompute(recompute or {})
         self.groups = parameter_groups(program)
         self._at: dict[tuple[str, str], tuple[int, np.ndarray]] = {}  # (variable, spec per state) of a value or hub
-        self._ops: dict[
-            tuple[str, str], tuple[int, StrategyTable]
-        ] = {}  # the variable of an op, and what its states are
+        self._ops: dict[tuple[str, str], tuple[int, OpChoices]] = {}  # the variable of an op, and what its states are
+        self._ends: dict[int, list[np.ndarray]] = {}  # costs of a variable beside its own
+        self._edges: dict[tuple[int, int], list[tuple[np.ndarray, _Part]]] = {}  # what a pair of variables costs
         self._wanted: dict[tuple[str, str], list[np.ndarray]] = {}  # specs that ops want a value in
         self._made: dict[tuple[str, str], np.ndarray] = {}  # those that an op may leave it in
         for template in program.templates.values():
@@ -107,11 +107,31 @@ class Problem:
             self._connect_inside(template)
         self._connect_calls()
         self._add_parameters()
+        self._weigh(program.templates.values())
+
+    def recomputing(self, recompute: Mapping[str, tuple[str, ...]]) -> Problem:
+        """The same problem where backward makes these values again, as if it had been built so: what runs again is paid twice,
+        and other values are held."""
+        assert not self._is_restricted, "edges are those of all states"
+        other, before, graph = copy(self), self.recomputations, self.graph
+        other._recompute(recompute)
+        other.graph = FactorGraph(graph.keys, graph.states, [*graph.cost], [*graph.memory], {}, graph.index)
+        changed = (t for t in self.program.templates.values() if before[t.name] != other.recomputations[t.name])
+        other._weigh(changed)
+        return other
+
+    def _recompute(self, recompute: Mapping[str, tuple[str, ...]]) -> None:
+        self.recompute, templates = dict(recompute), self.program.templates
+        self.recomputations: dict[str, Recomputation] = {
+            name: recomputation(t, self.facts[name].flow, self.recompute.get(name, ())) for name, t in templates.items()
+        }
+        self.held = {name: held_values(t, self.recomputations[name]) for name, t in templates.items()}
 
     def restricted(self, allowed: Allowed) -> Problem:
         """The same problem with the states that a filter leaves, as if it had been built with these alone: places have no specs
         that no op wants any more. Raises InfeasibleError where a variable has none."""
         fewer = copy(self)
+        fewer._is_restricted = True
         fewer._wanted, fewer._made, fewer._ops, fewer._at = {}, {}, {}, {}
         states = self.graph.states
         kept = [np.zeros(0, int)] * len(states)
@@ -121,10 +141,10 @@ class Problem:
             if not len(kept[v]):
                 raise _without_choice(key)
 
-        for (template, name), (v, table) in self._ops.items():
+        for (template, name), (v, choices) in self._ops.items():
             keep(("op", template, name), v, range(len(states[v])))
-            fewer._ops[template, name] = v, table.only(kept[v])
-            fewer._note(template, self.facts[template].operations[name], table.only(kept[v]))
+            fewer._ops[template, name] = v, choices.only(kept[v].tolist())
+            fewer._note(template, self.facts[template].operations[name], choices.table.only(kept[v]))
         for template, facts in self.facts.items():
             for place in facts.places:
                 v, numbers = self._at[template, place.name]
@@ -165,37 +185,63 @@ class Problem:
             raise _without_choice(key)
         return self.graph.add(key, states, cost, memory)
 
-    def _add_held(self, key: Key, states: tuple[Any, ...], cost: np.ndarray, held: np.ndarray) -> int:
-        """A variable whose states keep so many bytes of a microbatch until backward: on the device, or away and back."""
-        v = self._add(key, states, cost, held)
-        if "activations" in self.setting.offload:
-            self.graph.cost[v] = (
-                self.graph.cost[v] + 2 * self._move_s * self.setting.microbatches * self.graph.memory[v]
-            )
-            self.graph.memory[v] = np.zeros_like(self.graph.memory[v])
-        else:
-            self.graph.memory[v] = self.setting.in_flight * self.graph.memory[v]
-        return v
-
     def _add_ops(self, template: Template) -> None:
-        calls = self.program.multiplicity[template.name]
-        recomputed, forms = self.recomputations[template.name], self.held[template.name]
-        launching = host_is_slower(template, self.pricer, self.rules)
         for op in self.facts[template.name].operations.values():
-            times = calls * self.setting.microbatches * (2 if op.name in recomputed.again else 1)
             key = ("op", template.name, op.name)
             choices = self._choices(key, op)
-            held = [choices.result_bytes[i] for i, value in op.results.items() if forms.get(value) == value]
-            nbytes = calls * sum(held, np.zeros(len(choices.strategies)))
-            seconds = launched_s(op.call, choices.seconds, self.pricer) if launching else choices.seconds
-            v = self._add_held(key, choices.strategies, times * seconds, nbytes)
-            self._ops[template.name, op.name] = v, choices.table
+            v = self._add(key, choices.strategies, *np.zeros((2, len(choices.strategies))))
+            self._ops[template.name, op.name] = v, choices
             self._at.update(
                 ((template.name, value), (v, numbers))
                 for i, value in op.results.items()
                 if (numbers := choices.table.results[i]) is not None
             )
             self._note(template.name, op, choices.table)
+
+    def _weigh(self, templates: Iterable[Template]) -> None:
+        """Set what the ops and places of these templates cost and hold, and what all pairs of variables cost."""
+        for template in templates:
+            facts, launching = self.facts[template.name], host_is_slower(template, self.pricer, self.rules)
+            forms, calls = self.held[template.name], self.program.multiplicity[template.name]
+            for op in facts.operations.values():
+                v, choices = self._ops[template.name, op.name]
+                held = [choices.result_bytes[i] for i, value in op.results.items() if forms.get(value) == value]
+                seconds = launched_s(op.call, choices.seconds, self.pricer) if launching else choices.seconds
+                times = calls * self.setting.microbatches * (2 if self._runs_again(template.name, op.name) else 1)
+                self._hold(v, times * seconds, calls * sum(held, np.zeros(len(choices.strategies))))
+            for place in facts.places:
+                v, numbers = self._at[template.name, place.name]
+                counted, shards = forms.get(place.value) == place.name, self.pricer.shards(place.type)
+                nbytes = calls * shards.of_bytes(place.type, numbers) if counted else np.zeros(len(numbers))
+                self._hold(v, np.zeros(len(numbers)), nbytes)
+        twice = {
+            part: part is not None and self._runs_again(*part) for edge in self._edges.values() for _, part in edge
+        }
+        for pair, edge in self._edges.items():
+            self.graph.pairs[pair] = reduce(np.add, (2 * cost if twice[part] else cost for cost, part in edge))
+
+    def _hold(self, v: int, cost: np.ndarray, held: np.ndarray) -> None:
+        """Set the costs of a variable whose states keep so many bytes of a microbatch until backward: on the device, or away and
+        back."""
+        if "activations" in self.setting.offload:
+            cost, held = cost + 2 * self._move_s * self.setting.microbatches * held, np.zeros_like(held)
+        self.graph.cost[v] = reduce(np.add, self._ends.get(v, []), np.asarray(cost, float))
+        self.graph.memory[v] = self.setting.in_flight * np.asarray(held, float)
+
+    def _runs_again(self, template: str, part: str | int) -> bool:
+        """Whether backward runs an op or a conversion of a template again, or gathers a parameter, by its slot, to do so."""
+        again = self.recomputations[template]
+        if isinstance(part, int):
+            return self._gathered_again(self.program.templates[template], part)
+        return part in again.again or part in again.hubs
+
+    def _connect(self, u: int, v: int, cost: np.ndarray, part: _Part = None) -> None:
+        """Add what a pair of variables costs. part: of a template, which pays it twice where it runs again."""
+        if u == v:
+            self._ends.setdefault(u, []).append(np.diagonal(cost))
+        else:
+            u, v, cost = (u, v, cost) if u < v else (v, u, cost.T)
+            self._edges.setdefault((u, v), []).append((cost, part))
 
     def _note(self, template: str, op: Operation, table: StrategyTable) -> None:
         """Note what an op under these strategies wants and makes."""
@@ -251,17 +297,12 @@ class Problem:
 
     def _add_places(self, template: Template) -> None:
         """The spec of every placeholder and hub."""
-        calls, facts = self.program.multiplicity[template.name], self.facts[template.name]
-        forms = self.held[template.name]
-        for place in facts.places:
-            key, counted = ("at", template.name, place.name), forms.get(place.value) == place.name
-            shards = self.pricer.shards(place.type)
-            specs = shards.letters.specs
+        for place in self.facts[template.name].places:
+            key, specs = ("at", template.name, place.name), self.pricer.shards(place.type).letters.specs
             possible = self._possible(template.name, place)
             kept = self._kept(key, map(specs.__getitem__, possible.tolist()))
             numbers = possible if len(kept) == len(possible) and self.given is None else self._numbers(place.type, kept)
-            nbytes = calls * shards.of_bytes(place.type, numbers) if counted else np.zeros(len(kept))
-            self._at[template.name, place.name] = self._add_held(key, kept, np.zeros(len(kept)), nbytes), numbers
+            self._at[template.name, place.name] = self._add(key, kept, *np.zeros((2, len(kept)))), numbers
 
     def _possible(self, template: str, place: Place) -> np.ndarray:
         """Numbers of the specs that a placeholder or hub may have: replicated, as ops want it, as its op leaves it."""
@@ -300,22 +341,20 @@ class Problem:
             raise self._misfit(type_, error.args[0]) from None
 
     def _connect_inside(self, template: Template) -> None:
-        facts, recomputed = self.facts[template.name], self.recomputations[template.name]
-        times = self.program.multiplicity[template.name] * self.setting.microbatches
+        facts, name = self.facts[template.name], template.name
+        times = self.program.multiplicity[name] * self.setting.microbatches
         for place in facts.places:
             if place.source is None or place.converted is None:
                 continue
-            u, before = self._at[template.name, place.source]
-            v, after = self._at[template.name, place.name]
-            twice = 2 if place.name in recomputed.hubs else 1
-            self.graph.connect(u, v, twice * times * self._conversion(place.converted, before, after))
+            u, before = self._at[name, place.source]
+            v, after = self._at[name, place.name]
+            self._connect(u, v, times * self._conversion(place.converted, before, after), (name, place.name))
         for op in facts.operations.values():
-            v, table = self._ops[template.name, op.name]
-            twice = 2 if op.name in recomputed.again else 1
-            for read, wanted in zip(op.reads, table.operands, strict=True):
+            v, choices = self._ops[name, op.name]
+            for read, wanted in zip(op.reads, choices.table.operands, strict=True):
                 if wanted is not None:
-                    u, before = self._at[template.name, read.place]
-                    self.graph.connect(u, v, twice * times * self._conversion(read.type, before, wanted))
+                    u, before = self._at[name, read.place]
+                    self._connect(u, v, times * self._conversion(read.type, before, wanted), (name, op.name))
 
     def _connect_calls(self) -> None:
         """Edges between calls (forward values, gradients back), from inputs and buffers, to outputs."""
@@ -324,10 +363,10 @@ class Problem:
             v, specs = self._at[target]
             type_ = self.program.templates[target[0]].type_of(target[1])
             if source is None:
-                self.graph.cost[v] = self.graph.cost[v] + times * self._end_s(kind, type_, specs)
+                self._ends.setdefault(v, []).append(times * self._end_s(kind, type_, specs))
             else:
                 u, before = self._at[source]
-                self.graph.connect(u, v, times * self._conversion(type_, before, specs))
+                self._connect(u, v, times * self._conversion(type_, before, specs))
 
     def _end_s(self, kind: str, type_: TensorType, numbers: np.ndarray) -> np.ndarray:
         """Seconds per spec of a value where it enters or leaves the program (kind: as of `call_edges`)."""
@@ -456,8 +495,8 @@ class Problem:
                 if f"{value}@{kind}" in self.facts[name].flow.hubs:
                     u, wanted = self._at[name, f"{value}@{kind}"]
                     pair = self._use_s(type_, template.type_of(value), stored, wanted)
-                    twice = 2 if kind == "use" and self._gathered_again(template, slot) else 1
-                    self.graph.connect(v, u, twice * calls * self.setting.microbatches * pair)
+                    part = (name, slot) if kind == "use" else None
+                    self._connect(v, u, calls * self.setting.microbatches * pair, part)
             grad = template.param_grads[slot]
             if grad is not None and optimizer is not None:
                 u, before = self._at[name, grad]
@@ -465,7 +504,7 @@ class Problem:
                 pair = self._conversion(type_, before, optimizer.numbers, *joined)
                 pair = optimizer.reduced_s(pair, self.pricer, type_, before, *joined)
                 times = self.setting.microbatches if self.setting.by_microbatch else 1
-                self.graph.connect(u, v, calls * times * self.shares.reduce * pair)
+                self._connect(u, v, calls * times * self.shares.reduce * pair)
 
     def _use_s(self, stored: TensorType, used: TensorType, before: Stored, after: np.ndarray) -> np.ndarray:
         """Seconds from storage to use, per pair of specs: shards are cast, then gathered as they are used."""

@@ -69,7 +69,7 @@ class Point:
 class JointSearch:
     """One program on one mesh; every point that is found is kept, as later budgets start from it.
 
-    build: the factor graph under sets of recomputed values (its variables are the same for all sets). tie_price: a price
+    build: the factor graph under sets of recomputed values. tie_price: a price
     per byte that decides between plans that are equally fast. fixed: a recompute policy by name that is not to be departed
     from; then only the sharding is chosen. close: relative distance to its bound at which a sharding at a price is good
     enough. price: the price per byte that was looked at last.
@@ -248,7 +248,7 @@ class JointSearch:
         choice = within(graphs[name], chosen[name].bytes_kept + spare / copies_held, 2.0)
         if choice is None or choice.again_s >= chosen[name].again_s:
             return point
-        problem = self.build({**point.problem.recompute, name: choice.recompute})
+        problem = self._problem({**point.problem.recompute, name: choice.recompute})
         states = list(point.choice)
         filled = Point(problem, point.choice, problem.graph.value(states), problem.graph.memory_of(states))
         if filled.nbytes > budget or filled.seconds >= point.seconds:
@@ -275,15 +275,21 @@ class JointSearch:
         key, known = _key(sets), near.choice if near is not None else None
         if (price, key, known) in self._sharded_at:
             return self._sharded_at[price, key, known]
-        if key not in self.problems:
-            self.problems[key] = self.build(sets)
-        problem = self.problems[key]
+        problem = self._problem(sets)
         choice, _, _ = priced(problem.graph, price, time.monotonic() + self.time_limit_s, self.close, known)
         if choice is None:
             raise InfeasibleError("the sharding of a mesh was not found in time; raise Options.solver_time_limit_s")
         point = Point(problem, tuple(choice), problem.graph.value(choice), problem.graph.memory_of(choice))
         self._sharded_at[price, key, known] = point
         return point
+
+    def _problem(self, sets: Sets) -> Problem:
+        """The factor graph under these sets, which is built once, for the first of them."""
+        key = _key(sets)
+        if key not in self.problems:
+            first = next(iter(self.problems.values()), None)
+            self.problems[key] = self.build(sets) if first is None else first.recomputing(sets)
+        return self.problems[key]
 
 
 def _key(sets: Sets) -> _Key:

@@ -24,6 +24,7 @@ from autopar.passes.search.one_mesh.finer import WORTH, meshes_worth_trying, wal
 from autopar.passes.search.one_mesh.joint import JointSearch
 from autopar.passes.search.one_mesh.within_memory import (
     HOPELESS,
+    NEAR,
     UNLIKE,
     fastest_within_limit,
     joint_on,
@@ -40,8 +41,6 @@ from autopar.passes.shard.uneven import rows_of
 Question = tuple[Mesh, int, frozenset[str]]
 """A mesh, a number of microbatches, and the kinds of bytes that rest in memory tiers."""
 
-NEAR = 1.03
-"""Plans that are slower than the best one by less than this are kept beside it."""
 _MOMENT = 0.8
 """The share of the bytes that live for a moment in one plan that another one is taken to need as well."""
 
@@ -67,6 +66,7 @@ class ShortMemorySearch:
         self._per_axis: dict[Mesh, PerAxis] = {}
         self._may_fit: dict[int, bool] = {}
         self._first_count: dict[frozenset[str], int] = {}
+        self._begun_on: dict[Question, JointSearch] = {}
 
     def plans(self, best_s: float) -> Iterator[RankedPlans]:
         """Plans that are predicted faster than best_s, best first, whenever there is another one."""
@@ -79,7 +79,7 @@ class ShortMemorySearch:
                 for found in begun or self._look_on(mesh, joint, offload):
                     if found is not None:
                         yield self._ranked()
-            for mesh, joint in self._finer:
+            for mesh, joint in self._likeliest_first(self._finer, offload):
                 for found in self._look_on(mesh, joint, offload):
                     if found is not None:
                         yield self._ranked()
@@ -158,6 +158,23 @@ class ShortMemorySearch:
             self._may_fit[M] = fits and (M == 1 or resting + held <= room)
         return self._may_fit[M]
 
+    def _likeliest_first(
+        self, meshes: list[tuple[Mesh, JointSearch]], offload: frozenset[str]
+    ) -> list[tuple[Mesh, JointSearch]]:
+        """Meshes by what a step takes within memory, about, in the first count that had room on one before: a good plan rules
+        out most questions of those after it. They stay in order where none had."""
+        if offload not in self._first_count or not self.byte_price:
+            return meshes
+        task, seconds = self.tasks.at(self.counts[self._first_count[offload]]).offloading(offload), dict[Mesh, float]()
+        for mesh, whole in meshes:
+            if not self._may_win(whole.fastest.seconds):
+                continue
+            joint = whole if task is self.tasks.task else joint_on(task, mesh, per_axis=self._per_axis.get(mesh))
+            with suppress(InfeasibleError, ConstraintError):
+                seconds[mesh] = self._at_price_s(task, joint)
+                self._begun_on[mesh, task.setting.microbatches, offload] = joint
+        return sorted(meshes, key=lambda pair: seconds.get(pair[0], math.inf))
+
     def _counts_on(self, mesh: Mesh, offload: frozenset[str]) -> Iterator[tuple[int, bool]]:
         """The microbatch counts to look at on a mesh, and whether those after it grow. First come those below the first that had
         room on the mesh before, largest first: where one has none, those below it have none either (`_plan`)."""
@@ -167,8 +184,13 @@ class ShortMemorySearch:
 
     def _look_on(self, mesh: Mesh, whole: JointSearch, offload: frozenset[str]) -> Iterator[PricedPlan | None]:
         """Faster plans on one mesh in growing microbatch counts; None for a count that has none. whole: the search of the
-        request as it stands, of which no plan on this mesh takes less than the fastest."""
+        request as it stands, of which no plan on this mesh takes less than the fastest.
+
+        At a price of a byte the seconds over the counts have one valley: more microbatches hold less, and gather parameters more
+        often. So after a count that has room and does not win one that takes more is not looked at, nor are those after it.
+        """
         bound_s, had_room, is_enough = whole.fastest.seconds, False, False
+        before, lost = (0.0, math.inf), False
         for M, grows in self._counts_on(mesh, offload):
             if not self._may_win(bound_s if grows else whole.fastest.seconds) or (grows and is_enough):
                 return
@@ -176,7 +198,8 @@ class ShortMemorySearch:
             if (mesh, M, offload) in self.without_room or not (offload or self._could_fit(task)):
                 continue
             task = task.offloading(offload)
-            joint = whole if task is self.tasks.task else joint_on(task, mesh, per_axis=self._per_axis.get(mesh))
+            joint = whole if task is self.tasks.task else self._begun_on.pop((mesh, M, offload), None)
+            joint = joint or joint_on(task, mesh, per_axis=self._per_axis.get(mesh))
             try:
                 count_s = joint.fastest.seconds
             except (InfeasibleError, ConstraintError):  # too small a batch for the mesh and so many microbatches
@@ -186,10 +209,17 @@ class ShortMemorySearch:
                 if grows:
                     return
                 continue
-            if grows and not self._may_win(self._within_s(task, joint)):
-                continue
-            candidate = self._plan(task, joint, (mesh, M, offload))
+            if grows:
+                at_price_s = self._at_price_s(task, joint)
+                if lost and before[0] == self.byte_price and at_price_s > before[1]:
+                    return
+                before, lost = (self.byte_price, at_price_s or math.inf), True
+                if not self._may_win(self._within_s(task, joint, at_price_s)):
+                    continue
+            answer = self._plan(task, joint, (mesh, M, offload))
+            candidate = answer if isinstance(answer, PricedPlan) else None
             faster = None if candidate is None else self._kept(task, joint, candidate)
+            lost = faster is None and not isinstance(answer, Shortage)
             if candidate is not None:
                 if not (had_room and grows):
                     self._first_count[offload], had_room = self.counts.index(M), True
@@ -202,27 +232,32 @@ class ShortMemorySearch:
             if is_enough and grows:
                 return
 
-    def _within_s(self, task: Task, joint: JointSearch) -> float:
+    def _at_price_s(self, task: Task, joint: JointSearch) -> float:
         """Seconds that a plan which fits takes at least, about: at the price of a byte at the best plan so far; before there is
-        one at what the mesh's own bytes cost, where plans of another kind are to be beaten and the fastest point is too large."""
+        one at what the mesh's own bytes cost, where plans of another kind are to be beaten and the fastest point is too large
+        (else 0)."""
         if self.byte_price:
-            budget = task.limit - self.moment_bytes
-            within_s = self.share_s * _least_s(task, joint.bound_s(self.byte_price, budget))
-            if self._may_win(within_s):
-                slow_s = NEAR * self.best_s
-                on_hull_s = self.share_s * _least_s(task, joint.hull_bound_s(budget, slow_s / self.share_s))
-                within_s = on_hull_s if on_hull_s >= slow_s else within_s
-            return within_s
+            return self.share_s * _least_s(task, joint.bound_s(self.byte_price, task.limit - self.moment_bytes))
         room = task.limit * HOPELESS
         if self.best_s == math.inf or joint.fastest.nbytes <= room or joint.smallest().nbytes > room:
             return 0.0
         return _least_s(task, joint.bound_s(joint.hull_price(), room))
 
+    def _within_s(self, task: Task, joint: JointSearch, at_price_s: float) -> float:
+        """The same by the mesh's hull near the budget, where what it takes at the price may win."""
+        if not (self.byte_price and self._may_win(at_price_s)):
+            return at_price_s
+        slow_s = NEAR * self.best_s
+        bound_s = joint.hull_bound_s(task.limit - self.moment_bytes, slow_s / self.share_s)
+        on_hull_s = self.share_s * _least_s(task, bound_s)
+        return on_hull_s if on_hull_s >= slow_s else at_price_s
+
     def _may_win(self, bound_s: float) -> bool:
         return bound_s < self.best_s * WORTH
 
-    def _plan(self, task: Task, joint: JointSearch, question: Question) -> PricedPlan | None:
-        """The fastest plan that fits; None where none does, or memory tiers are too small.
+    def _plan(self, task: Task, joint: JointSearch, question: Question) -> PricedPlan | Shortage | None:
+        """The fastest plan that fits; None where what fits is of no interest. A shortage where none fits, or memory tiers are too
+        small, or none that could win once its ops are held to fewer bytes.
 
         The fewer microbatches, the more each holds; but where there is one, no sums of gradients are beside that. So where the
         smallest plan does not fit, and would not with a share less for a moment, none of fewer microbatches does, from two on.
@@ -230,21 +265,23 @@ class ShortMemorySearch:
         mesh, M, offload = question
         try:
             result = fastest_within_limit(task, joint, self.best_s)
-            room = math.inf
+            room = least_bytes_before = math.inf
             while isinstance(result, Shortage):
-                tighter = tighter_room(joint, task.limit_at(mesh), result.least_bytes)
-                if tighter >= room:
+                tighter = tighter_room(joint, task.limit_at(mesh), result.least_bytes, room)
+                if tighter >= room or result.least_bytes >= least_bytes_before:
                     break
+                least_bytes_before = result.least_bytes
                 room, joint = tighter, joint_on(task, mesh, per_axis=self._per_axis.get(mesh), room_bytes=tighter)
+                if not self._may_win(_least_s(task, joint.fastest.seconds)):
+                    return result
                 result = fastest_within_limit(task, joint, self.best_s)
         except InfeasibleError:
-            return None
+            return Shortage(math.inf, ())
         if isinstance(result, Shortage):
             counted = joint.smallest_so_far.nbytes
             is_clear = counted + (1 - UNLIKE) * (result.least_bytes - counted) > task.limit_at(mesh)
             below = (fewer for fewer in self.counts if 1 < fewer < M and is_clear)
             self.without_room |= {question, *((mesh, fewer, offload) for fewer in below)}
-            return None
         return result
 
     def _kept(self, task: Task, joint: JointSearch, candidate: PricedPlan) -> PricedPlan | None:

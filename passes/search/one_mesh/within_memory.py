@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from autopar.ir.mesh import Mesh
 from autopar.ir.setting import Setting
 from autopar.passes.rules.per_axis import PerAxis
-from autopar.passes.search.by_microbatch import finished
+from autopar.passes.search.by_microbatch import finished, least_over
 from autopar.passes.search.one_mesh.joint import CLOSE, JointSearch, Point
 from autopar.passes.search.recompute_levels import with_less_recompute
 from autopar.passes.search.task import Task, account_of
@@ -25,6 +25,8 @@ from autopar.passes.shard.solve_mesh import build_problem
 from autopar.plan import Plan
 
 _TRIES = 6
+NEAR = 1.03
+"""Plans that are slower than the best one by less than this are kept beside it."""
 HOPELESS = 1.1
 """A plan that by the joint search's count takes so many times the limit is not lowered to see that it does not fit."""
 UNLIKE = 0.2
@@ -77,8 +79,11 @@ class _Peak:
         return limit - moment + UNLIKE * abs(moment)
 
 
-def fastest_within_limit(task: Task, joint: JointSearch, useless_from_s: float = math.inf) -> PricedPlan | Shortage:
-    """The fastest plan that was found on the joint search's mesh, lowered and within the limit; or the least peak of any.
+def fastest_within_limit(
+    task: Task, joint: JointSearch, useless_from_s: float = math.inf
+) -> PricedPlan | Shortage | None:
+    """The fastest plan that was found on the joint search's mesh, lowered and within the limit; or the least peak of any; None
+    where the smallest may fit, but nothing on the way to it is of interest.
 
     useless_from_s: a plan that takes so many seconds or more is of no interest. Peaks are more than the joint search counts, so
     plans that count far too many bytes are not lowered: their peaks are taken to be that, and none is looked for between them.
@@ -94,8 +99,12 @@ def fastest_within_limit(task: Task, joint: JointSearch, useless_from_s: float =
         if is_new:
             peak = point.nbytes
             if peak <= limit * HOPELESS:
-                candidate = finished(task, candidate_at(task, point, joint.fastest.seconds))
-                surely_short = task.surely_short_bytes(candidate.plan, account_of(candidate)) if best is None else 0.0
+                candidate = task.finish(candidate_at(task, point, joint.fastest.seconds))
+                surely_short = least_over(task, candidate) if best is None else 0.0
+                if surely_short <= 0:
+                    if best is None and attempt and _is_useless(joint, candidate, limit, useless_from_s):
+                        return None
+                    candidate = finished(task, candidate)
                 peak = limit + surely_short if surely_short > 0 else account_of(candidate).peak_bytes
             least_peak = min(least_peak, peak)
             if peak > limit:
@@ -131,16 +140,26 @@ def fastest_within_limit(task: Task, joint: JointSearch, useless_from_s: float =
     return best if best is not None else Shortage(least_peak, ())
 
 
-def tighter_room(joint: JointSearch, limit: float, least_peak: float) -> float:
+def _is_useless(joint: JointSearch, smallest: PricedPlan, limit: float, useless_from_s: float) -> bool:
+    """Whether the smallest plan of a mesh is of no interest, nor what fits on the hull between it and the fastest, if their steps
+    take the same share of the seconds that are counted."""
+    if smallest.step_s < NEAR * useless_from_s:
+        return False
+    useless_s = useless_from_s / share_s(smallest)
+    return joint.hull_bound_s(limit, useless_s) >= useless_s
+
+
+def tighter_room(joint: JointSearch, limit: float, least_peak: float, room: float = math.inf) -> float:
     """The bytes to which what an op reads and makes is to be held where none of a joint search's plans fits: those of its
-    smallest plan's largest op, less by as much as a moment's bytes are too many; infinite where no op takes much of the limit.
+    smallest plan's largest op, less by as much as a moment's bytes are too many; infinite where no op takes much of the limit, or
+    the largest cannot be held to the room that it was given.
 
     The solver does not count what lives for a moment, so what it finds cheap may have no room: products that are cut by their
     inputs, say, whose sums every rank makes whole.
     """
     small = joint.smallest_so_far
     largest, moment = small.problem.largest_moment_bytes(small.choice), least_peak - small.nbytes
-    if small.nbytes >= limit or largest < _LARGE * limit or moment <= limit - small.nbytes:
+    if small.nbytes >= limit or not _LARGE * limit <= largest <= room or moment <= limit - small.nbytes:
         return math.inf
     return largest * (limit - small.nbytes) / moment
 

@@ -58,7 +58,7 @@ def _smallest_on(task: Task, mesh: Mesh, room_bytes: float = math.inf) -> SmallP
     joint.within(0.0)
     point = joint.smallest_so_far
     small = SmallPlan(task, joint, smallest(task, candidate_at(task, point, point.seconds)))
-    tighter = tighter_room(joint, task.limit_at(mesh), small.account.peak_bytes)
+    tighter = tighter_room(joint, task.limit_at(mesh), small.account.peak_bytes, room_bytes)
     if tighter >= room_bytes:
         return small
     return min(small, _smallest_on(task, mesh, tighter), key=lambda plan: plan.account.peak_bytes)

@@ -16,7 +16,7 @@ from autopar.ir.lowered import LoweredStage, StoredParameter
 from autopar.ir.spec import Spec
 from autopar.ir.steps import RuntimeStep
 from autopar.ir.types import TensorType
-from autopar.passes.played.gradients import sent_in_place
+from autopar.passes.played.gradients import PlayedStore, sent_buckets, sent_in_place
 from autopar.passes.price.lines import stored_s
 from autopar.passes.rules.memo import Memo
 from autopar.runtime.comm.comm import Comm
@@ -56,6 +56,25 @@ def test_how_large_depends_on_what_was_sent_before() -> None:
     first, second = of_mib("first", 2), of_mib("second", 10)
     assert sent_in_place(stage_of(first, second), Memo()) == {"first", "second"}
     assert sent_in_place(stage_of(first, second, of_mib("rest", 64)), Memo()) == {"first", "rest"}
+
+
+def test_when_gradients_are_reduced_does_not_change_the_last_messages_which_are_played_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last microbatch sends what it sends, whatever those before it have sent."""
+    played, play = [0], PlayedStore.drain
+
+    def counted(store: PlayedStore) -> None:
+        played[0] += 1
+        play(store)
+
+    monkeypatch.setattr(PlayedStore, "drain", counted)
+    parameters = [of_mib("first", 2), of_mib("second", 10), of_mib("rest", 64)]
+    early = [replace(p, by_microbatch=True) for p in parameters]
+    memo, stages = Memo(), [replace(stage_of(*of), microbatches=4) for of in (parameters, early)]
+    late, soon = (sent_buckets(stage, memo) for stage in stages)
+    assert late == soon == sent_buckets(replace(stages[1]), Memo())
+    assert played == [2]
 
 
 def test_a_compressed_gradient_is_packed() -> None:

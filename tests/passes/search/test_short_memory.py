@@ -19,7 +19,7 @@ from autopar.passes.search.by_microbatch import reduced_by_microbatch, reducing,
 from autopar.passes.search.microbatches import TasksByCount
 from autopar.passes.search.one_mesh import short_memory
 from autopar.passes.search.one_mesh.joint import JointSearch
-from autopar.passes.search.one_mesh.short_memory import ShortMemorySearch
+from autopar.passes.search.one_mesh.short_memory import Question, ShortMemorySearch
 from autopar.passes.search.one_mesh.within_memory import candidate_at, joint_on
 from autopar.passes.search.stages.pipelines import PipelineSearch
 from autopar.passes.search.task import RankedPlans, Task, account_of
@@ -151,6 +151,51 @@ def test_where_a_count_has_no_room_for_clear_fewer_are_not_asked(
     assert counts == [[1, 2, 4, 8], [4, 1, 8] if clear else [4, 2, 1, 8]]
 
 
+@pytest.mark.parametrize(("without_room", "looked_at"), [((), [1, 2]), ((1, 2), [1, 2, 4])])
+def test_after_a_count_that_does_not_win_one_that_takes_more_is_the_end(
+    without_room: tuple[int, ...], looked_at: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two microbatches take least at the price of a byte. Where they have no room, more may have."""
+    at_price_s, asked = {1: 5.0, 2: 4.0, 4: 6.0, 8: 7.0}, list[int]()
+
+    def plan(search: ShortMemorySearch, one: Task, joint: JointSearch, question: Question) -> Shortage | None:
+        asked.append(question[1])
+        return Shortage(math.inf, ()) if question[1] in without_room else None
+
+    monkeypatch.setattr(ShortMemorySearch, "_at_price_s", lambda _, one, joint: at_price_s[one.setting.microbatches])
+    monkeypatch.setattr(ShortMemorySearch, "_may_win", lambda *_: True)
+    monkeypatch.setattr(ShortMemorySearch, "_plan", plan)
+    one = task("mlp")
+    search = search_of(one, "mlp")
+    search._meshes = [(Mesh.of(dp=2), joint_on(one, Mesh.of(dp=2)))]
+    assert list(search.plans(math.inf)) == []
+    assert asked == looked_at
+
+
+def test_the_mesh_that_is_likely_to_win_goes_first_and_its_search_is_begun_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, begun = task("mlp"), list[tuple[Mesh, int]]()
+    meshes = [Mesh.of(dp=2), Mesh.of(tp=2)]
+    pairs = [(mesh, joint_on(one, mesh)) for mesh in meshes]
+
+    def noted(owner: Task, mesh: Mesh, **changes: object) -> JointSearch:
+        begun.append((mesh, owner.setting.microbatches))
+        return joint_on(owner, mesh)
+
+    monkeypatch.setattr(short_memory, "joint_on", noted)
+    monkeypatch.setattr(
+        ShortMemorySearch, "_at_price_s", lambda _, one, joint: float(joint.fastest.problem.mesh == meshes[0])
+    )
+    monkeypatch.setattr(ShortMemorySearch, "_plan", lambda *_: None)
+    search, natural = search_of(one, "mlp"), frozenset[str]()
+    assert search._likeliest_first(pairs, natural) == pairs, "before a plan fits nothing is known"
+    search._first_count[natural], search.byte_price = search.counts.index(2), 1e-12
+    assert [mesh for mesh, _ in search._likeliest_first(pairs, natural)] == meshes[::-1]
+    list(search._look_on(*pairs[1], natural))
+    assert begun.count((meshes[1], 2)) == 1
+
+
 @pytest.mark.parametrize("M", [1, 2])
 def test_a_count_could_fit_where_a_plan_does(M: int) -> None:
     one = TasksByCount(task("mlp"), batch_of("mlp")).at(M)
@@ -171,7 +216,7 @@ def test_plans_slower_than_those_of_another_kind_bound_only_what_does_not_win(
     to_beat_s = faster * best[0][1].step_s
     bounded = search_of(task("mlp", 0.46), "mlp")
     found = [told(ranking) for ranking in bounded.plans(to_beat_s)]
-    assert bounded.byte_price > 0
+    assert (bounded.byte_price > 0) == bool(bounded.faster or bounded.near)
     assert bounded.share_s <= 1
     monkeypatch.setattr(JointSearch, "bound_s", lambda *_: -math.inf)
     assert found == [told(ranking) for ranking in search_of(task("mlp", 0.46), "mlp").plans(to_beat_s)]
