@@ -53,8 +53,8 @@ class TasksByCount:
 
 
 def microbatch_counts(task: Task, batch: int, worth: Worth = lambda smaller, M: True) -> list[int]:
-    """Counts to try: the forced one, or divisors of the batch from 2 on that it can be cut into, at most one per doubling, as long
-    as they are worth it.
+    """Counts to try: the forced one, or divisors of the batch from 2 on that it can be cut into, at most one per doubling, as
+    long as they are worth it.
 
     Where the number of ranks has an odd part, multiples of that are tried as well, also one per doubling: of a batch of 96,
     3 microbatches are 32 samples each, which divide among the ranks of a submesh that is a power of two.
