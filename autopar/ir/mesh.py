@@ -10,7 +10,7 @@ The size of an axis may be told with shares, `Mesh.of(dp=Shares((3, 2, 2)))`: di
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -84,6 +84,11 @@ class Seen(Shares):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Seen, (Shares(*self.units), self.at)
+
+
+def _cut_alike(size: int, period: int) -> int:
+    shared = math.gcd(size, period)
+    return shared * (period + 1) if size > shared * period else size
 
 
 @lru_cache(maxsize=65536)
@@ -172,6 +177,11 @@ class Mesh:
         """A number of which dims that share the same divisors with it are cut alike."""
         units = (sum(one) for _, size in self.axes if isinstance(size, Shares) for one in size.units)
         return math.prod(units, start=self.size)
+
+    def cut_alike(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """A shape, the same for many, of which the same axes divide the same dims, and whose blocks are as long as those of
+        `shape`, or longer than the mesh has ranks as those are. An uneven mesh leaves a shape as it is."""
+        return tuple(shape) if self.uneven else tuple(_cut_alike(n, self.period) for n in shape)
 
     def blocks(self, size: int, axes: Iterable[str]) -> tuple[int, ...] | int | None:
         """Lengths of the blocks of a dim over axes, by rank, or of all where they are equal; None where it does not divide."""

@@ -95,6 +95,11 @@ class LeastWork:
         shared, or as the host needs to launch its kernels."""
         return np.asarray(np.maximum(self.products_s / ranks, self.launched_s))
 
+    def launches_s(self, microbatches: int, ranks: int, least: int) -> float:
+        """Seconds of a step of stages on submeshes of so many ranks or more at least, for what their hosts launch alone. It holds
+        for the program of fewer microbatches too, of which each has as many kernels."""
+        return float(microbatches * max(least * self.launched_s.sum() / ranks, self.launched_s.max()))
+
     def pipeline_s(self, microbatches: int, ranks: int, size: int, sizes: Collection[int]) -> float:
         """Seconds of a step of stages on submeshes of these sizes at least, one of them on `size` ranks, under any schedule.
 

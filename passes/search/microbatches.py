@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from autopar.passes.search.task import Task
 from autopar.passes.shard.meshes import odd_part
 
@@ -9,6 +11,9 @@ MOST_GROUPS = 64
 """Groups of ranks that a pipeline has at most."""
 _PER_GROUP = 16
 """Microbatches per group of ranks that are tried at most: more hardly make the bubble smaller."""
+
+Worth = Callable[[int, int], bool]
+"""Whether a number of microbatches is worth a look, by the program of a smaller one; where one is not, no larger one is."""
 
 
 class TasksByCount:
@@ -40,14 +45,16 @@ class TasksByCount:
         self._tasks[M] = task
         return changed
 
-    def counts(self) -> list[int]:
-        """The microbatch counts in which stages are tried: one, unless the options fix the number, and several."""
-        several = microbatch_counts(self.task, self.batch)
+    def counts(self, worth: Worth = lambda smaller, M: True) -> list[int]:
+        """The microbatch counts in which stages are tried: one, unless the options fix the number, and several. The program is
+        divided for those alone that are worth it, and for the first."""
+        several = microbatch_counts(self.task, self.batch, worth)
         return several if self.task.options.microbatches is not None else sorted({1, *several})
 
 
-def microbatch_counts(task: Task, batch: int) -> list[int]:
-    """Counts to try: the forced one, or divisors of the batch from 2 on that it can be cut into, at most one per doubling.
+def microbatch_counts(task: Task, batch: int, worth: Worth = lambda smaller, M: True) -> list[int]:
+    """Counts to try: the forced one, or divisors of the batch from 2 on that it can be cut into, at most one per doubling, as
+    long as they are worth it.
 
     Where the number of ranks has an odd part, multiples of that are tried as well, also one per doubling: of a batch of 96,
     3 microbatches are 32 samples each, which divide among the ranks of a submesh that is a power of two.
@@ -56,14 +63,17 @@ def microbatch_counts(task: Task, batch: int) -> list[int]:
         return [task.options.microbatches]
     most = min(batch, _PER_GROUP * (task.options.pp or min(task.cluster.size, MOST_GROUPS)))
     odd = odd_part(task.cluster.size)
-    counts = {*_doubling(task, batch, most, 1), *(_doubling(task, batch, most, odd) if odd > 1 else ())}
+    steps = (1, odd) if odd > 1 else (1,)
+    counts = {M for step in steps for M in _doubling(task, batch, most, step, worth)}
     return sorted(counts) or [1]
 
 
-def _doubling(task: Task, batch: int, most: int, step: int) -> list[int]:
+def _doubling(task: Task, batch: int, most: int, step: int, worth: Worth) -> list[int]:
     """Divisors of the batch that are multiples of `step`, from 2 on and up to `most`, at most one per doubling."""
     counts: list[int] = []
     for divisor in (d for d in range(step, most + 1, step) if d > 1 and batch % d == 0):
+        if counts and not worth(counts[0], divisor):
+            break
         if (not counts or divisor >= 2 * counts[-1]) and task.batches.may_be(divisor):
             counts.append(divisor)
     return counts

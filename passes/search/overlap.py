@@ -94,7 +94,9 @@ def _copying(stage: StagePlan, names: Collection[str]) -> StagePlan:
 def with_overlap(task: Task, candidate: PricedPlan) -> PricedPlan:
     """A candidate that was accounted for, with overlap in the stages where it fits, if a step is faster so."""
     counted = account_of(candidate)
-    if not task.options.overlap or not _sends(task.outline(candidate.plan, splits_backward(counted.table))):
+    if not task.options.overlap:
+        return candidate
+    if not _sends(candidate.lowered or task.outline(candidate.plan, splits_backward(counted.table))):
         return candidate
     wanted = [len(OVERLAPS) - 1] * len(candidate.plan.stages)
     while any(wanted):

@@ -4,8 +4,9 @@ Bucket elimination (Dechter 1999): what involves variable v is added up to a tab
 
     t[N(v)] = min_s ( sum of what involves v at v = s ),    which then involves all of N(v)
 
-The next variable is always the one with the smallest table. Backwards, every variable takes the state that its minimum was
-at; of states that cost the same the last one, as reduction keeps it. Where k variables of n states meet at once the table
+The next variable is always the one with the smallest table. Backwards, every variable takes the state that its minimum is at
+beside the states of N(v), so of its table one column is looked at; of states that cost the same the last one, as reduction keeps
+it. Where k variables of n states meet at once the table
 has n^k numbers, so this is for meshes of one axis and for what pruning has left.
 """
 
@@ -27,6 +28,9 @@ MANY = 8
 
 _PARTS = 1 << 20
 """Sizes of tables are counted in so many parts of a bit: whole numbers, whose sums are the same in any order."""
+
+Table = tuple[tuple[int, ...], np.ndarray]
+"""The turns of the variables of a table, the lowest first, and its numbers, a dim for each."""
 
 
 def elimination_order(
@@ -93,21 +97,33 @@ def eliminated(r: Reduced, order: list[int]) -> tuple[dict[int, int], float]:
             elif u < v:
                 value += float(m[0, 0])
     turn = {v: i for i, v in enumerate(order)}
-    buckets: list[list[tuple[tuple[int, ...], np.ndarray]]] = [[((i,), costs[v])] for i, v in enumerate(order)]
+    buckets: list[list[Table]] = [[((i,), costs[v])] for i, v in enumerate(order)]
     for v, i in turn.items():
         buckets[i] += [((i, turn[u]), m) for u, m in r.near[v].items() if turn.get(u, -1) > i]
-    decided: list[tuple[tuple[int, ...], np.ndarray]] = []
     for bucket in buckets:
-        scope = tuple(sorted({j for involved, _ in bucket for j in involved}))
-        total = np.zeros([len(costs[order[j]]) for j in scope])
-        for involved, table in bucket:
-            total += table[tuple(slice(None) if j in involved else None for j in scope)]
-        decided.append((scope[1:], len(total) - 1 - total[::-1].argmin(0)))
+        scope, total = _added_up(bucket)
         least = np.minimum.reduce(total, 0)
         if len(scope) > 1:
             buckets[scope[1]].append((scope[1:], least))
         else:
             value += float(least)
-    for i, (others, best) in reversed([*enumerate(decided)]):
-        chosen[order[i]] = int(best[tuple(chosen[order[j]] for j in others)])
+    places: dict[int, int] = {}
+    for i, bucket in reversed([*enumerate(buckets)]):
+        cost = np.zeros(len(costs[order[i]]))
+        for (_, *others), table in bucket:
+            beside: tuple[int | slice, ...] = (slice(None), *map(places.__getitem__, others))
+            cost += table[beside]
+        places[i] = chosen[order[i]] = len(cost) - 1 - int(cost[::-1].argmin())
     return chosen, value
+
+
+def _added_up(tables: list[Table]) -> Table:
+    """The sum of tables with the same lowest variable, added one after the other: no array is larger than those so far need."""
+    scope, total = tables[0]
+    for others, table in tables[1:]:
+        both = tuple(sorted({*scope, *others}))
+        one, other = (
+            t[tuple(slice(None) if j in of else None for j in both)] for of, t in ((scope, total), (others, table))
+        )
+        scope, total = both, one + other
+    return scope, total

@@ -14,8 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from functools import reduce
-from itertools import chain
+from functools import partial, reduce
 from types import MappingProxyType
 from typing import Any
 
@@ -31,17 +30,16 @@ from autopar.ir.types import TensorType
 from autopar.ops.registry import find
 from autopar.passes.price.op_choices import OpChoices
 from autopar.passes.price.pricer import Pricer
-from autopar.passes.rules.alphabet import BIT, distinct, refinements
+from autopar.passes.rules.alphabet import BIT, distinct
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.recomputation import Recomputation, held_values, recomputation
-from autopar.passes.rules.runs import owned_states, run_states
 from autopar.passes.rules.strategy_table import StrategyTable
 from autopar.passes.rules.structure import Group, call_edges, parameter_groups, view_of
 from autopar.passes.shard.allowed import Allowed
 from autopar.passes.shard.graph import FactorGraph, Key
 from autopar.passes.shard.launching import host_is_slower, launched_s
 from autopar.passes.shard.overlap import overlap_shares
-from autopar.passes.shard.stored import Stored
+from autopar.passes.shard.stored import Resting, Stored, possible_states
 from autopar.passes.shard.template_facts import Operation, Place, TemplateFacts, template_facts
 from autopar.plan import ParameterPlan
 from autopar.runtime.gradients.buckets import BUCKETED
@@ -399,8 +397,8 @@ class Problem:
     ) -> tuple[int, Stored, Stored]:
         """The variable of a group of parameters, with how its states store it and update it. updated, kept: those of which the
         step, or any step, changes the value."""
-        states = self._stored(name, type_, group, bool(kept))
-        stored, optimizer = (self._rests(type_, [state[i] for state in states]) for i in (0, 1))
+        resting = self._stored(name, type_, group, bool(kept))
+        states, stored, optimizer = resting.states, resting.stored, resting.optimizer
         shard, per_dim = optimizer.local_bytes(type_, self.pricer), self.pricer.shards(type_).per_dim
         copied = is_copy(*(np.array(type_.shape, int) // per_dim[rests.numbers] for rests in (stored, optimizer)))
         for i in optimizer.runs:
@@ -430,49 +428,33 @@ class Problem:
         updates = held.trained and "optimizer" in self.setting.offload
         return moved + 2 * held.state_bytes(self.setting) if updates else moved
 
-    def _stored(self, name: str, type_: TensorType, group: Group, updated: bool) -> tuple[tuple[Spec, Spec], ...]:
-        """How a group of parameters may be stored and updated: as every spec, and its optimizer's shards as every refinement
-        of it; whole where its optimizer asks for that, on every rank or on one."""
-        shards, key = self.pricer.shards(type_), ("param", name)
-        divides, specs = shards.divide(type_.shape), shards.letters.specs
-        coarse, fine = refinements(shards.letters)
-        possible = divides[coarse] & divides[fine] & (updated | (coarse == fine))
-        if self.mesh.uneven:  # ranks share equally what no op wants in unequal blocks
-            for i in np.flatnonzero(possible & (coarse != fine)).tolist():
-                dims = zip(type_.shape, specs[coarse[i]].dims, specs[fine[i]].dims, strict=True)
-                possible[i] = not any(a != b and self.mesh.is_uneven(n, b) for n, a, b in dims)
-        whole = next((n for n in group.names if n in self.setting.optimizer.whole), None)
-        if whole is not None:
-            possible &= fine == 0
-            given = None if self.given is None else self.given(key)[1]
-            if given is not None and (any(given.dims) or (given.run and given.owner is None)):
+    def _stored(self, name: str, type_: TensorType, group: Group, updated: bool) -> Resting:
+        """How a group of parameters may be stored and updated (`possible_states`), of this what is allowed."""
+        key, whole = ("param", name), next((n for n in group.names if n in self.setting.optimizer.whole), None)
+        if whole is not None and self.given is not None:
+            given = self.given(key)[1]
+            if any(given.dims) or (given.run and given.owner is None):
                 raise PlanError(
                     f"its optimizer updates {whole} as a whole tensor, the plan shards it; compile again without plan=, or with "
                     "an elementwise optimizer"
                 )
-        pairs = zip(coarse[possible].tolist(), fine[possible].tolist(), strict=True)
-        make_states = run_states if whole is None else owned_states
-        runs = self.pricer.memo[make_states](self.mesh.axes, type_.shape)
-        if whole is not None and "parameters" in self.setting.offload:
-            runs = ()
-        in_runs = (pair for pair in runs if updated or pair[0] == pair[1])
-        every = [*chain(((specs[a], specs[b]) for a, b in pairs), in_runs)]
-        kept = self._kept(key, every)
+        runs = whole is None or "parameters" not in self.setting.offload
+        shape = self.mesh.cut_alike(type_.shape)
+        every = self.pricer.memo[possible_states](self.mesh.axes, shape, updated, whole is not None, runs)
+        kept = self._kept(key, every.states)
         if whole is not None and not kept:
             raise InfeasibleError(
                 f"its optimizer updates {whole} as a whole tensor, which the strategy or the constraints forbid; leave it whole "
                 "(strategy 'dp' or 'auto'), or use an elementwise optimizer such as AdamW"
             )
         if not kept:
-            possible_specs = ", ".join(dict.fromkeys(str(storage) for storage, _ in every))
+            possible_specs = ", ".join(dict.fromkeys(str(storage) for storage, _ in every.states))
             raise InfeasibleError(
                 f"no choice is left for param {name} on mesh {self.mesh}; loosen the constraints that match it; it may rest as "
                 f"{possible_specs}"
             )
-        return kept
-
-    def _rests(self, type_: TensorType, specs: list[Spec]) -> Stored:
-        return Stored.of(self._numbers(type_, [spec.block for spec in specs]), specs)
+        is_every = self.given is None and len(kept) == len(every.states)
+        return every if is_every else Resting.of(kept, partial(self._numbers, type_))
 
     def _gather_s(self, type_: TensorType, before: Stored, after: Stored) -> np.ndarray:
         """Seconds of the gather after a step, from the spec of each state's shards to that of its storage."""

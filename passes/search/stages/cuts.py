@@ -107,11 +107,15 @@ class CutSearch:
 
     def _counts(self, mesh: Mesh, submeshes: Sequence[Mesh], best_s: float) -> list[int]:
         """The microbatch counts in which a pipeline with a stage on this one of the submeshes might take less than best_s."""
-        counts = self.submeshes.tasks.counts()
         if len(self.limits.kinds) > 1:  # groups of a slow kind do less than their part
-            return counts
+            return self.submeshes.tasks.counts()
         sizes = {other.size for other in submeshes} if self.limits.mixed else {mesh.size}
-        return [M for M in counts if self._least_s(M, mesh, sizes) < best_s]
+
+        def worth(smaller: int, M: int) -> bool:
+            launches_s = self.submeshes.least_work(smaller).launches_s(M, self.task.cluster.size, min(sizes))
+            return self.task.pricers.least_step_s(launches_s) < best_s
+
+        return [M for M in self.submeshes.tasks.counts(worth) if self._least_s(M, mesh, sizes) < best_s]
 
     def _two_counts(self, mesh: Mesh, counts: Sequence[int]) -> tuple[int, int]:
         """The counts to plan at, of these; of those alone that take little more than the best, where launches make the higher one

@@ -168,7 +168,7 @@ def _roughs(search: CutSearch, cuts: Sequence[Draft]) -> list[Draft]:
 def _in_memory(search: CutSearch, roughs: Sequence[Draft], tried: Tried) -> Iterator[DraftInMemory]:
     """Cuts within memory, the best estimate first; what is short of least in those that do not fit is noted. tried: those that
     were planned since."""
-    tasks = [search.submeshes.tasks.at(M) for M in search.submeshes.tasks.counts()]
+    tasks = [search.submeshes.tasks.at(M) for M in dict.fromkeys(rough.microbatches for rough in roughs)]
 
     def fitted(rough: Draft) -> tuple[list[DraftInMemory], StageShortage | None]:
         return list(drafts_in_memory(search.exact, rough)), search.nearest

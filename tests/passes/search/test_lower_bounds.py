@@ -126,6 +126,24 @@ def test_good_cuts_take_little_more_than_the_bound(width: int) -> None:
     assert 0.5 < max(ratios) <= 1
 
 
+@pytest.mark.parametrize("name", ["mlp", "llama"])
+def test_launches_of_few_microbatches_tell_which_numbers_of_more_are_too_many(name: str) -> None:
+    """What the hosts launch for two microbatches, as often as there are some, is part of the bound of any number of these; and
+    programs are divided no further than it allows."""
+    made, cluster = on_ranks(name, 4, 1), resized(ClusterSpec.preset("dgx-h100"), 4)
+    batches = Microbatches(made.captured, made.rules)
+    task = Task(made.ir, cluster, made.rules, Setting(1), Options(), batches)
+    tasks = TasksByCount(task, 8)
+    several = [M for M in tasks.counts() if M > 1]
+    few = LeastWork.of(tasks.at(several[0]))
+    for M in several:
+        for least, sizes in ((1, {1, 2}), (2, {2}), (2, {2, 4})):
+            assert 0 < few.launches_s(M, 4, least) <= LeastWork.of(tasks.at(M)).pipeline_s(M, 4, max(sizes), sizes)
+    asked: list[tuple[int, int]] = []
+    assert tasks.counts(lambda *pair: asked.append(pair) or pair[1] <= 2) == [1, 2]
+    assert asked == [(2, 4)]
+
+
 def test_the_bound_is_what_a_pipeline_without_waste_takes() -> None:
     """Products that all ranks share, launches of every group, the longest call, and a microbatch on its way there and back."""
     work = LeastWork(np.array([8.0, 4.0]), np.array([6.0, 3.0]), np.array([1.0, 1.0]))
