@@ -105,6 +105,12 @@ class CutSearch:
                 if not lacking:
                     return in_order, drafts
 
+    def counts_on(self, meshes: Sequence[Mesh], best_s: float) -> list[int]:
+        """The microbatch counts in which a pipeline with stages on all of these submeshes, and on no others, might take less than
+        best_s."""
+        open_counts = [self._counts(mesh, meshes, best_s) for mesh in dict.fromkeys(meshes)]
+        return [M for M in self.submeshes.tasks.counts() if all(M in counts for counts in open_counts)]
+
     def _counts(self, mesh: Mesh, submeshes: Sequence[Mesh], best_s: float) -> list[int]:
         """The microbatch counts in which a pipeline with a stage on this one of the submeshes might take less than best_s."""
         counts = self.submeshes.tasks.counts()
