@@ -330,11 +330,11 @@ class CutSearch:
         options, every, limits = task.options, list(range(len(plans))), self.limits
         if not plans:
             return
-        wanted, shape = chunks or options.chunks, "loop"
+        wanted, shape = chunks or limits.chunks, "loop"
         if options.schedule != "auto":
             row = schedule_row(options.schedule)
             least, most = row.stages
-            wanted = options.chunks or least
+            wanted = limits.chunks or least
             shape = "v" if row.shape == "v" else "loop"
             if not row.serves(wanted):
                 runs = str(least) if least == most else f"{least} or more"
@@ -344,8 +344,11 @@ class CutSearch:
                 )
         if wanted in (None, 1):
             yield from [(every, 1, "loop", True)] if limits.mixed else [([i], 1, "loop", False) for i in every]
-        several_kinds, named = len(limits.kinds) > 1, limits.boundaries is not None
-        if wanted == 1 or several_kinds or named or not (wanted or task.program.training):
+        several_kinds, named_otherwise = (
+            len(limits.kinds) > 1,
+            limits.boundaries is not None and wanted != limits.chunks,
+        )
+        if wanted == 1 or several_kinds or named_otherwise or not (wanted or task.program.training):
             return
         for i in every:
             groups = task.cluster.size // plans[i].mesh.size

@@ -127,6 +127,28 @@ def test_the_mesh_of_a_stage_can_be_forced() -> None:
 
 
 @pytest.mark.few(4)
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"chunks": 2},
+        {"schedule": "interleaved"},
+        {"chunks": 2, "schedule": "interleaved-zb", "pp": 2},
+        {"schedule": "zb-v"},
+    ],
+    ids=str,
+)
+def test_stages_of_groups_that_run_several_start_where_they_are_named(options: dict[str, Any]) -> None:
+    model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))), torch.randn(8, 8)
+    named = Options(stage_boundaries=["1", "4", "5"], microbatches=4, **options)
+    program = autopar.compile(model, ClusterSpec.local(2), (x, x), loss_fn=F.mse_loss, options=named)
+    stages = program.plan.stages
+    assert [program.ir.calls[stage.calls[0]].start for stage in stages[1:]] == ["1", "4", "5"]
+    groups = [0, 1, 1, 0] if options.get("schedule") == "zb-v" else [0, 1, 0, 1]
+    assert [stage.mesh.offset for stage in stages] == groups
+    assert autopar.verify(program, model, (x, x)).max_error <= 1e-9
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-auto", *IN_A_LOOP, *IN_A_V])
 def test_every_schedule_can_be_asked_for(schedule: str) -> None:
     program = tower(nodes(3e11), pp=2, microbatches=4, schedule=schedule, batch=256, width=256)
