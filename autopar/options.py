@@ -122,7 +122,8 @@ class Options(RunOptions):
     pp: groups of ranks that the program is cut over as a pipeline (1: none). None: searched.
     schedule: of the pipeline, a name of autopar.passes.schedule ("1f1b", "zb-h1", …) or "auto": the fastest that fits.
     chunks: stages per group of ranks (interleaved schedules). None: searched.
-    stage_boundaries: module paths at which a stage starts, such as ["layers.8", "layers.16"].
+    stage_boundaries: module paths at which a stage starts, such as ["layers.8", "layers.16"]; with chunks those
+        of all pp x chunks stages, which groups take in turn.
     mesh: force axis names and sizes, for example {"dp": 2, "tp": 2}; their product must be the number of ranks. A size may be
         lists of units that ranks along the axis hold, {"dp": [[3, 2, 1]]} (`Shares`).
     axes: sizes that single axes of meshes have, for example {"tp": 4}, of replica, dp, ep, cp and tp; what is left of the
@@ -256,7 +257,8 @@ class Options(RunOptions):
     def least_data_parallel(self, cluster_ranks: int) -> int:
         """Ranks that every microbatch is sharded over whatever the planner chooses."""
         if self.strategy in DATA_PARALLEL and self.mesh is None:
-            return cluster_ranks // (self.pp or len(self.stage_boundaries or ()) + 1)
+            stages = len(self.stage_boundaries or ()) + 1
+            return cluster_ranks // (self.pp or max(stages // (self.chunks or 1), 1))
         mesh = self.mesh or self.axes or {}
         return int(mesh.get("dp", 1)) * (1 if self.strategy == "auto" else int(mesh.get("ep", 1)))
 

@@ -105,6 +105,12 @@ class CutSearch:
                 if not lacking:
                     return in_order, drafts
 
+    def counts_on(self, meshes: Sequence[Mesh], best_s: float) -> list[int]:
+        """The microbatch counts in which a pipeline with stages on all of these submeshes, and on no others, might take less than
+        best_s."""
+        open_counts = [self._counts(mesh, meshes, best_s) for mesh in dict.fromkeys(meshes)]
+        return [M for M in self.submeshes.tasks.counts() if all(M in counts for counts in open_counts)]
+
     def _counts(self, mesh: Mesh, submeshes: Sequence[Mesh], best_s: float) -> list[int]:
         """The microbatch counts in which a pipeline with a stage on this one of the submeshes might take less than best_s."""
         if len(self.limits.kinds) > 1:  # groups of a slow kind do less than their part
@@ -328,11 +334,11 @@ class CutSearch:
         options, every, limits = task.options, list(range(len(plans))), self.limits
         if not plans:
             return
-        wanted, shape = chunks or options.chunks, "loop"
+        wanted, shape = chunks or limits.chunks, "loop"
         if options.schedule != "auto":
             row = schedule_row(options.schedule)
             least, most = row.stages
-            wanted = options.chunks or least
+            wanted = limits.chunks or least
             shape = "v" if row.shape == "v" else "loop"
             if not row.serves(wanted):
                 runs = str(least) if least == most else f"{least} or more"
@@ -342,8 +348,11 @@ class CutSearch:
                 )
         if wanted in (None, 1):
             yield from [(every, 1, "loop", True)] if limits.mixed else [([i], 1, "loop", False) for i in every]
-        several_kinds, named = len(limits.kinds) > 1, limits.boundaries is not None
-        if wanted == 1 or several_kinds or named or not (wanted or task.program.training):
+        several_kinds, named_otherwise = (
+            len(limits.kinds) > 1,
+            limits.boundaries is not None and wanted != limits.chunks,
+        )
+        if wanted == 1 or several_kinds or named_otherwise or not (wanted or task.program.training):
             return
         for i in every:
             groups = task.cluster.size // plans[i].mesh.size

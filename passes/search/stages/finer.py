@@ -25,7 +25,8 @@ _SIZES = 2
 
 
 def finer_submeshes(task: Task, cuts: Sequence[Draft]) -> list[Mesh]:
-    """The finer meshes on which cuts may be better than these, of which the best is the first one."""
+    """The finer meshes on which cuts may be better than these, of which the best is the first one; small ones first, as a mesh
+    is left out where half of it is busy for too long."""
     if not _second_axis_paid(cuts):
         return []
     good = list(takewhile(lambda cut: cut.step_s < NEAR * cuts[0].step_s, cuts))
@@ -34,7 +35,7 @@ def finer_submeshes(task: Task, cuts: Sequence[Draft]) -> list[Mesh]:
     planned = {plan.mesh for cut in cuts for plan in cut.submesh_plans}
     return [
         mesh
-        for ranks in list(dict.fromkeys(mesh.size for mesh in used))[:_SIZES]
+        for ranks in sorted(list(dict.fromkeys(mesh.size for mesh in used))[:_SIZES])
         for mesh in finer_meshes_of(task, ranks)
         if mesh.sizes.get("tp", 1) in inner and mesh not in planned and not task.sharing(mesh).uneven
     ]

@@ -6,6 +6,7 @@ are given. What is left is chosen as for any pipeline: microbatches, how values 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ def search_laid_out(submeshes: SubmeshPlans, layout: Layout, best_s: float) -> I
         plans = [*{id(plan): plan for (plan,) in of_stages}.values()]
         place = {id(plan): i for i, plan in enumerate(plans)}
         own = submeshes.tasks.at(M)
-        problem = search.stage_problem(own, M, plans, share, chunks)
+        problem = search.stage_problem(own, M, plans, share or math.inf, chunks)
         ranges = layout.ranges(own.program)
         pieces = [(*calls, place[id(plan)]) for calls, (plan,) in zip(ranges, of_stages, strict=True)]
         return Draft(own, M, chunks, shape_of(groups), evaluate(problem, pieces, groups), tuple(plans))
@@ -48,14 +49,17 @@ def search_laid_out(submeshes: SubmeshPlans, layout: Layout, best_s: float) -> I
     def exact(rough: Draft, share: float, policy: str | None) -> Draft | None:
         return draft(rough.microbatches, share, policy)
 
-    one, *several = submeshes.tasks.counts()
-    roughs = [rough for M in several or [one] if (rough := draft(M, 0.0, None)) is not None]
+    counts = search.counts_on(meshes, best_s)
+    several = [M for M in counts if M > 1]
+    roughs = [rough for M in several or counts if (rough := draft(M, 0.0, None)) is not None]
     fewest = min(roughs, key=lambda rough: rough.step_s, default=None)
-    if several and fewest is not None and fewest.microbatches == several[0]:
-        in_one = draft(one, 0.0, None)
+    if several and fewest is not None and fewest.microbatches == several[0] != counts[0]:
+        in_one = draft(counts[0], 0.0, None)
         roughs += [in_one] if in_one is not None else []
     best: DraftPlan | None = None
     for rough in sorted(roughs, key=lambda rough: rough.step_s)[:MOST_TRIED]:
+        if rough.step_s >= best_s:
+            break
         plan = best_plan(exact, rough, best_s)
         if plan is not None and (best is None or plan.cost_s < best.cost_s):
             best_s, best = plan.cost_s, plan

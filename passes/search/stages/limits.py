@@ -55,12 +55,36 @@ def check_pipeline_options(task: Task) -> None:
             "zb-h schedule or auto"
         )
     if options.stage_boundaries is not None:
-        stages = len(boundary_calls(task.program, options.stage_boundaries)) + 1
-        if options.pp not in (None, stages):
-            raise InputError(
-                f"Options.stage_boundaries {list(options.stage_boundaries)} make {stages} stages, Options.pp is {options.pp}; "
-                "leave one of them out"
-            )
+        _check_boundaries(task, options.stage_boundaries)
+
+
+def _check_boundaries(task: Task, paths: Sequence[str]) -> None:
+    """Raises InputError for boundaries that make other numbers of stages than groups of ranks can run."""
+    options, stages, per_group = task.options, len(boundary_calls(task.program, paths)) + 1, _chunks(task.options) or 1
+    makes = f"Options.stage_boundaries {list(paths)} make {stages} stages"
+    if per_group == 1 and options.pp not in (None, stages):
+        raise InputError(
+            f"{makes}, Options.pp is {options.pp}; leave one of them out, or say with Options.chunks how many stages a group of "
+            "ranks runs"
+        )
+    if per_group > 1 and (stages % per_group or stages == per_group or options.pp not in (None, stages // per_group)):
+        raise InputError(
+            f"{makes}, of which every group of ranks runs {per_group} (Options.chunks, or the schedule {options.schedule}); "
+            f"name {options.pp or 'pp'} x {per_group} stages in the model's order, for two groups or more, or leave one of the "
+            "options out"
+        )
+    if stages // per_group > task.cluster.size:
+        raise InputError(
+            f"{makes} on {stages // per_group} groups of ranks, the cluster has {task.cluster.size} ranks; name fewer, or more "
+            "stages per group with Options.chunks"
+        )
+
+
+def _chunks(options: Options) -> int | None:
+    """Stages per group of ranks that the options or their schedule ask for, one where boundaries say no more; None: searched."""
+    if options.chunks is not None or options.schedule != "auto":
+        return options.chunks or SCHEDULES[options.schedule].stages[0]
+    return 1 if options.stage_boundaries is not None else None
 
 
 def boundary_calls(program: Program, paths: Sequence[str]) -> tuple[int, ...]:
@@ -86,12 +110,14 @@ class StageLimits:
     """The freedom that options leave about the stages of a task.
 
     boundaries: first calls of the stages after the first one, where the options name them. pp: the number of groups of
-    ranks, where the options say it. most_stages: as many as the program can be cut into. kinds: first rank of every run of
-    equal devices. available: devices of every such run. mixed: whether stages may have submeshes of different sizes.
+    ranks, where the options say it; chunks: of stages per group. most_stages: as many as the program can be cut into. kinds:
+    first rank of every run of equal devices. available: devices of every such run. mixed: whether stages may have submeshes of
+    different sizes.
     """
 
     boundaries: tuple[int, ...] | None
     pp: int | None
+    chunks: int | None
     most_stages: int
     kinds: list[int]
     available: tuple[int, ...]
@@ -102,11 +128,13 @@ class StageLimits:
         options, program, cluster = task.options, task.program, task.cluster
         named = options.stage_boundaries
         boundaries = boundary_calls(program, named) if named is not None else None
+        chunks = _chunks(options)
         kinds = cluster.kind_starts
         ends = [*kinds[1:], cluster.size]
         return cls(
             boundaries,
-            len(boundaries) + 1 if boundaries is not None else options.pp,
+            (len(boundaries) + 1) // (chunks or 1) if boundaries is not None else options.pp,
+            chunks,
             len(cut_points(program)) + 1,
             kinds,
             tuple(end - first for first, end in zip(kinds, ends, strict=True)),

@@ -43,6 +43,14 @@ def piped(cluster: int = 4, **options: Any) -> autopar.Program:
         (4, {"stage_boundaries": ["4", "2"]}, "must be in the model's order and differ; they are ['4', '2']"),
         (4, {"stage_boundaries": ["2", "2"]}, "must be in the model's order and differ; they are ['2', '2']"),
         (4, {"stage_boundaries": ["3"], "pp": 3}, "['3'] make 2 stages, Options.pp is 3; leave one of them out"),
+        (
+            4,
+            {"stage_boundaries": ["2", "4"], "chunks": 2},
+            "make 3 stages, of which every group of ranks runs 2 .*; name pp x 2 stages in the model's order",
+        ),
+        (4, {"stage_boundaries": ["2", "3", "4"], "chunks": 2, "pp": 3}, "make 4 stages, .*; name 3 x 2 stages in"),
+        (4, {"stage_boundaries": ["4"], "schedule": "interleaved"}, "make 2 stages, .* for two groups or more"),
+        (2, {"stage_boundaries": ["2", "4"]}, "make 3 stages on 3 groups of ranks, the cluster has 2 ranks"),
         (4, {"pp": 2, "schedule": "2f2b"}, "'2f2b' is unknown; choose auto or one of none, forward, gpipe, 1f1b,"),
         (4, {"schedule": "2f2b"}, "'2f2b' is unknown; choose auto or one of none, forward, gpipe, 1f1b,"),
         (

@@ -15,12 +15,17 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import ClusterSpec, Options, ParallelProgram
+from autopar.capture.build import capture_program
 from autopar.ir.mesh import Mesh
+from autopar.ir.setting import Setting
 from autopar.passes.batch.microbatches import Microbatches
+from autopar.passes.rules.book import RuleBook
+from autopar.passes.search.layout import Layout
 from autopar.passes.search.microbatches import TasksByCount
 from autopar.passes.search.stages import pipelines, plan_of_draft
 from autopar.passes.search.stages.cuts import CutSearch
 from autopar.passes.search.stages.draft import Draft
+from autopar.passes.search.stages.laid_out import search_laid_out
 from autopar.passes.search.stages.pipelines import PipelineSearch, _promising, estimate_to_beat_s
 from autopar.passes.search.stages.plan_of_draft import DraftInMemory
 from autopar.passes.search.stages.submesh import SubmeshPlans
@@ -77,6 +82,22 @@ def test_no_alternative_is_predicted_faster() -> None:
     assert any(len(a.plan.stages) == 1 for a in program.alternatives)
 
 
+def test_given_stages_get_the_microbatches_that_are_best_for_them() -> None:
+    """The stages of a plan as the layout of the same request, in any memory, and below the seconds of that plan."""
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(4))), torch.zeros(1 << 18, 2048)
+    captured, rules = capture_program(model, (x, x), F.mse_loss, 1), RuleBook()
+    task = Task(captured.program, nodes(5e9), rules, Setting(1), Options(pp=2), Microbatches(captured, rules))
+    *_, ranking = PipelineSearch(SubmeshPlans(TasksByCount(task, 1 << 18))).plans(math.inf)
+    best = ranking[0][1]
+    layout = Layout.of(best.plan, ranking[0][0].program)
+    again = functools.partial(search_laid_out, SubmeshPlans(TasksByCount(task.changed(layout=layout), 1 << 18)), layout)
+    *_, laid_out = again(math.inf)
+    assert laid_out[0][1].step_s == pytest.approx(best.step_s, rel=1e-9)
+    assert laid_out[0][1].plan.microbatches == best.plan.microbatches > 8
+    assert not list(again(0.9 * best.step_s))
+
+
 @pytest.mark.slow
 def test_fast_links_need_no_pipeline() -> None:
     assert tower(nodes(3e11)).pp == 1
@@ -105,6 +126,28 @@ def test_the_mesh_of_a_stage_can_be_forced() -> None:
     program = tower(nodes(3e11), pp=2, mesh={"tp": 2}, microbatches=4)
     assert [dict(s.mesh.axes) for s in program.plan.stages] == [{"tp": 2}] * len(program.plan.stages)
     assert program.pp == 2
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"chunks": 2},
+        {"schedule": "interleaved"},
+        {"chunks": 2, "schedule": "interleaved-zb", "pp": 2},
+        {"schedule": "zb-v"},
+    ],
+    ids=str,
+)
+def test_stages_of_groups_that_run_several_start_where_they_are_named(options: dict[str, Any]) -> None:
+    model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))), torch.randn(8, 8)
+    named = Options(stage_boundaries=["1", "4", "5"], microbatches=4, **options)
+    program = autopar.compile(model, ClusterSpec.local(2), (x, x), loss_fn=F.mse_loss, options=named)
+    stages = program.plan.stages
+    assert [program.ir.calls[stage.calls[0]].start for stage in stages[1:]] == ["1", "4", "5"]
+    groups = [0, 1, 1, 0] if options.get("schedule") == "zb-v" else [0, 1, 0, 1]
+    assert [stage.mesh.offset for stage in stages] == groups
+    assert autopar.verify(program, model, (x, x)).max_error <= 1e-9
 
 
 @pytest.mark.few(2)

@@ -59,7 +59,7 @@ def test_counts_for_ranks_with_an_odd_part_are_multiples_of_it_too(ranks: int, b
 def test_the_odd_part_of_all_ranks_lies_in_the_submeshes_or_in_their_number() -> None:
     cluster = ClusterSpec.preset("dgx-h100", 12)
     stub: Any = SimpleNamespace(options=Options(), cluster=cluster)
-    limits = StageLimits(None, None, 100, [0], (96,), False)
+    limits = StageLimits(None, None, None, 100, [0], (96,), False)
     groups = sorted({96 // mesh.size for mesh in limits.submeshes(stub)})
     assert groups == [2, 3, 4, 6, 8, 12, 16, 24, 32, 48]
 
