@@ -163,7 +163,6 @@ MIXING: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.few(12)
 @pytest.mark.parametrize("mix", MIXING.values(), ids=MIXING)
 def test_what_mixes_samples_is_refused_with_the_line_that_does(mix: Callable[[Tensor], Tensor]) -> None:
     program = of(Mixing(mix), 8, loss=lambda out, y: (out**2).sum())

@@ -29,7 +29,6 @@ def piped(cluster: int = 4, **options: Any) -> autopar.Program:
     return build(deep(), cluster=cluster, options=Options(**options))
 
 
-@pytest.mark.few(10)
 @pytest.mark.parametrize(
     ("cluster", "options", "says"),
     [
