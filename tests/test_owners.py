@@ -158,7 +158,7 @@ def test_norms_and_scales_count_what_the_owners_have(update: dict[str, Any]) -> 
         torch.testing.assert_close(ours.state[name], value, rtol=0, atol=1e-9 * float(value.abs().max() + 1))
 
 
-@pytest.mark.slow
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("strategy", "microbatches"), [("zero2", 3), ("zero1", 1), ("zero3", 2)])
 def test_streams_of_a_gpu_are_in_order(strategy: str, microbatches: int) -> None:
     cluster = autopar.ClusterSpec.homogeneous(devices=3, device="h100")

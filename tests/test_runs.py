@@ -169,7 +169,7 @@ def test_compressed_gradients_of_runs_train(compression: str) -> None:
     assert abs(losses[-1] - exact[-1]) < 0.02 * exact[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options",
     [

@@ -311,7 +311,7 @@ def test_what_a_pipeline_asks_for_is_counted_by_step_and_microbatch() -> None:
 # ---- faults that there were
 
 
-@pytest.mark.slow
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", ["dp", "1f1b"])
 @pytest.mark.parametrize("zoo", RECURRENT, ids=str)
 def test_recurrent_layers_can_be_differentiated(zoo: ZooModel, options: str) -> None:

@@ -58,6 +58,7 @@ def test_every_op_in_the_table_is_exercised() -> None:
     assert ours == set(GENERATORS)
 
 
-@pytest.mark.parametrize("op", sorted(o for o in OPS if o.startswith("aten.")))
-def test_every_op_in_the_table_exists(op: str) -> None:
-    assert attrgetter(op)(torch.ops)
+def test_every_op_in_the_table_exists() -> None:
+    for op in OPS:
+        if op.startswith("aten."):
+            assert attrgetter(op)(torch.ops), op

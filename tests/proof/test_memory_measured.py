@@ -224,7 +224,6 @@ def test_programs_in_16_bits_hold_what_was_predicted(policy: str, plan: str) -> 
     assert_kept(remade(compiled(WIDE[1], plan, 2, 4, "bf16"), policy), WIDE[1].batch(1))
 
 
-@pytest.mark.slow
 def test_inference_holds_what_was_predicted() -> None:
     zoo = WIDE[2]
     program = autopar.compile(zoo.make().eval(), autopar.ClusterSpec.local(2), zoo.inference_batch())

@@ -93,7 +93,7 @@ def test_random_plans_equal_the_eager_model_when_nothing_rounds(name: str, seed:
     assert result.ok, max(result.errors.items(), key=lambda e: e[1])
 
 
-@pytest.mark.slow
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["selective", "full"])
 def test_recompute_makes_casts_again(policy: str) -> None:
     zoo = BY_NAME["llama"]

@@ -322,7 +322,6 @@ def test_a_measured_base_has_as_many_samples_on_a_device(sharded: autopar.Parall
         measured_scaling(sharded, 2.0, compiled(1, 8), 1.0)
 
 
-@pytest.mark.slow
 def test_the_doctor_says_the_advice_of_a_saved_program(
     pipeline: autopar.ParallelProgram,
     tmp_path: Path,

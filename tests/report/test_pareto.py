@@ -125,7 +125,6 @@ def test_what_fits_nowhere_is_refused_as_by_compile() -> None:
         found(halvings=-1)
 
 
-@pytest.mark.slow
 def test_a_plot_is_svg_or_png(pareto: Pareto, tmp_path: Path) -> None:
     svg = pareto.plot(tmp_path / "plans.svg").read_text()
     assert svg.count("<title>") == len(pareto.rows)

@@ -142,7 +142,6 @@ def process() -> tuple[Any, ...]:
     return *generators, torch.get_default_dtype(), torch.is_grad_enabled(), dict(COUNTS), torch.manual_seed.__name__
 
 
-@pytest.mark.few(10)
 @pytest.mark.parametrize("forward", STATES, ids=lambda f: f.__name__)
 def test_state_that_one_step_leaves_to_the_next_is_refused_and_the_model_stays_as_it_was(forward: Forward) -> None:
     make, says = STATES[forward]

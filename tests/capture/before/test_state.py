@@ -196,7 +196,6 @@ def test_plain_tensors_of_a_module_are_constants_of_the_program() -> None:
     assert program.run([batch()])[0].isfinite()
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["weight_norm", "spectral_norm", "orthogonal", "old weight_norm"])
 def test_parametrized_weights_train_their_originals(name: str) -> None:
     lin = nn.Linear(8, 8)

@@ -80,7 +80,6 @@ REPAIRS: dict[str, tuple[Case, tuple[tuple[Tensor, ...], ...]]] = {
 QUICK = ("finite", "lengths", "steep")
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in REPAIRS])
 def test_every_batch_is_repaired_as_eager_repairs_it(name: str) -> None:
     torch.manual_seed(0)
@@ -146,7 +145,6 @@ def raises(net: Net, x: Tensor) -> Tensor:
 GUARDED: list[Case] = [works, chooses_parameters, cuts_gradients, draws, has_other_sizes, goes_on, asks_often, raises]
 
 
-@pytest.mark.few(5)
 @pytest.mark.parametrize("case", GUARDED, ids=lambda case: case.__name__)
 def test_what_does_more_than_repair_goes_the_way_of_the_example(case: Case) -> None:
     captured = capture_program(Net(case), (drawn(),), squares)

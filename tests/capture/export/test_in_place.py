@@ -198,7 +198,6 @@ def operations(exported: Any) -> tuple[set[Any], dict[str, Any]]:
     return {described[n] for n in described if n.op == "call_function"}, outputs
 
 
-@pytest.mark.few(5)
 @pytest.mark.parametrize("forward", REWRITTEN, ids=lambda f: f.__name__)
 def test_a_rewritten_step_is_what_functionalization_makes_of_it(
     forward: Forward, monkeypatch: pytest.MonkeyPatch

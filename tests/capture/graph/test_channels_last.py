@@ -67,7 +67,6 @@ def compiled(how: str, ranks: int = 1) -> tuple[autopar.Program, tuple[Tensor, T
     return autopar.compile(model, cluster, batch, loss_fn=F.cross_entropy, optimizer=sgd, options=options), batch
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("how", ["nowhere", "inputs", "weights", "both", "inside"])
 def test_convolutions_read_images_as_the_user_lays_them(how: str) -> None:
     program, batch = compiled(how)

@@ -133,7 +133,6 @@ def test_a_loop_over_experts_trains_on_four_ranks_as_on_one(experts: Any, forwar
     assert autopar.verify(other, model, batch()).max_error <= 1e-9
 
 
-@pytest.mark.slow
 def test_tokens_of_different_experts_go_into_microbatches() -> None:
     autopar.forward_of(LoopOverHits, integers=4)(without_loop)
     model = made()

@@ -148,7 +148,6 @@ def test_zeros_are_zeros_where_eager_has_zeros(module: Callable[[], nn.Module], 
     assert found.sometimes.numbers == {}
 
 
-@pytest.mark.slow
 def test_rows_may_name_experts_by_ones() -> None:
     """The input has no gradient either where no row chose any expert."""
     given = Given((torch.empty(6, 4), torch.empty(6, 3, dtype=torch.long)), TWO)
@@ -303,7 +302,6 @@ def test_two_modules_one_after_the_other_must_both_be_open() -> None:
     assert conditions["second.parts.1.weight"] == (((2, (1,)),),)
 
 
-@pytest.mark.slow
 def test_experts_that_two_layers_share_have_a_gradient_if_either_chose_them() -> None:
     autopar.forward_of(Hits, integers=3)(products)
 

@@ -276,7 +276,6 @@ def traces() -> Iterator[list[Repeats]]:
         yield found
 
 
-@pytest.mark.few(7)
 @pytest.mark.parametrize(
     "case", [pytest.param(c, id=c.name, marks=() if i in QUICK else pytest.mark.slow) for i, c in enumerate(CASES)]
 )

@@ -114,7 +114,6 @@ def test_a_model_that_says_no_module_is_captured(make: Any) -> None:
     check(compiled(make(), F.cross_entropy))
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", LOSSES)
 def test_any_callable_is_a_loss(kind: str) -> None:
     check(compiled(Plain(), LOSSES[kind]))

@@ -98,7 +98,6 @@ def _unread_beside_the_same(net: Any, x: Tensor) -> Tensor:
     return net.last(net.first(x))[:, torch.tensor([0, 2, 1])]
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("forward", [_others, _selected_of_selected, _none_selected, _unread_beside_the_same])
 def test_rows_that_a_constant_mask_selects_are_known(forward: Forward) -> None:
     assert_equal_to_eager(Net(forward), (X,), squares)

@@ -116,7 +116,6 @@ def compiled(request: pytest.FixtureRequest) -> tuple[Case, Net, autopar.Program
     return request.param, net, autopar.compile(net, autopar.ClusterSpec.local(2), (example(),))
 
 
-@pytest.mark.few(8)
 def test_a_batch_that_goes_the_way_of_the_example_gives_what_eager_gives(compiled: tuple[Case, Net, Any]) -> None:
     case, net, program = compiled
     for factor in (1.0, CASES[case][0]):

@@ -73,7 +73,6 @@ def _written(net: Net, x: Tensor) -> Tensor:
     return net.last(h)
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("f", [_chunks, _diagonal, _transposed, _written])
 def test_a_model_that_reads_windows_is_equal_to_eager(f: object) -> None:
     torch.manual_seed(0)

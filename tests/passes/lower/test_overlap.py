@@ -141,7 +141,7 @@ def test_overlap_is_faster_the_further_lines_move_and_changes_no_bit() -> None:
     assert started(other.stages[0])
 
 
-@pytest.mark.slow
+@pytest.mark.few(1)
 @pytest.mark.parametrize("overlap", OVERLAPS[1:])
 def test_peak_is_what_is_measured(overlap: str) -> None:
     other = program().with_plan(overlapping(program().plan, overlap))

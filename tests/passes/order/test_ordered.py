@@ -189,7 +189,6 @@ def test_a_plan_says_its_order_where_there_is_one() -> None:
             Plan.from_dict({**data, "order": wrong})
 
 
-@pytest.mark.slow
 def test_a_plan_in_order_is_replayed_on_a_program_that_is_not() -> None:
     model = made("rotary")
     zigzag, natural = compiled(model, mesh={"cp": 4}), compiled(model, order=0, mesh={"cp": 4})
