@@ -125,7 +125,8 @@ def stage_boundaries(w: Workload) -> list[str] | None:
 def saves_by_op(w: Workload) -> bool:
     """Whether a row's selective checkpoints are torch's, which save results of ops by name. With tensor parallelism they save
     sums over ranks, which a plan has as terms."""
-    return w.plan.recompute == "selective" and w.software.recompute_stops and w.parallel.tp == 1
+    stops = w.software.recompute_stops and w.parallel.zero == 3
+    return w.plan.recompute == "selective" and stops and w.parallel.tp == 1
 
 
 def saved_by_op(program: autopar.ParallelProgram, w: Workload) -> Plan:

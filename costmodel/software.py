@@ -95,6 +95,8 @@ class Software:
     dispatch, how tokens travel to their experts: "once" to every place that has any of them, permuted as they are sent (DeepEP,
     HybridEP), or "each" time that they chose one, by collectives before and after passes that permute rows, behind nothing.
     overlap_ep: whether these messages of one microbatch travel while another one computes.
+    drops_tokens: whether experts take as many rows each, whoever chose them (token drop with a capacity): the host then knows
+    how many there are, and waits for no count of the device's.
     graphs: what the host launches at once, as a graph: "layers" (attention and routers; kernels of experts one by one), "step"
     (all of it), "" (nothing).
     grad_bytes, reduce_bytes: of one gradient in memory and on the wire. moment_bytes: of one of Adam's two moments.
@@ -123,6 +125,7 @@ class Software:
     overlap_tp: bool = True
     dispatch: str = "once"
     overlap_ep: bool = False
+    drops_tokens: bool = False
     graphs: str = ""
     grad_bytes: float = 4.0
     reduce_bytes: float | None = 2.0
@@ -193,7 +196,8 @@ class Software:
     def mixture_host_s(self, experts: float) -> float:
         """Seconds of the host for a mixture of so many experts on a rank, forward and backward, beyond a dense layer's."""
         c = self.constants
-        return 0.0 if self.graphs == "step" else c.moe_host_s - c.dense_host_s + c.expert_host_s * experts
+        waits_s = 0.0 if self.drops_tokens else c.moe_host_s - c.dense_host_s
+        return 0.0 if self.graphs == "step" else waits_s + c.expert_host_s * experts
 
     @property
     def routed_passes(self) -> float:

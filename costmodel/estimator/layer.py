@@ -168,9 +168,9 @@ def attention_matmuls(w: Workload, cost: Seconds) -> None:
 
 
 def attention_core(w: Workload) -> tuple[float, float]:
-    """Seconds of softmax(QK)V, forward and backward. Kernels skip the upper triangle, but not what a window hides. Scores
-    that are written are passed over in 16 bits by a softmax with its mask (4 bytes forward, 6 backward) and by dropout (5 each
-    way)."""
+    """Seconds of softmax(QK)V, forward and backward, on the mean of layers. Kernels skip the upper triangle, but with a window
+    nothing. Scores that are written are passed over in 16 bits by a softmax with its mask (4 bytes forward, 6 backward) and by
+    dropout (5 each way)."""
     m, t, T, device = w.model, w.parts.heads, w.tokens, w.device
     if m.attention == "materialised":
         products = (
@@ -178,16 +178,17 @@ def attention_core(w: Workload) -> tuple[float, float]:
         )
         scores = m.heads / t * T * m.seq_len / w.memory_Bps
         return products + 9 * scores, 2 * products + 11 * scores
-    keys = m.seq_len if m.window else m.seq_len / 2
-    flops = 2 * T * keys * (m.q_width + m.v_width) / t
+    windowed = 1 / m.window_every if m.window else 0.0
+    flops = 2 * T * m.seq_len * (m.q_width + m.v_width) / t
     dtype = w.software.attention_dtype or w.wide
     seconds = []
     for products, added in zip((1.0, 2.5), TORCH_RING_BYTES, strict=True):
         way = {"eager": w.software.eager_attention, "backward": products > 1}
-        skipped = 0.0 if m.window else causal_tile(device, m.seq_len, **way) / m.seq_len
+        below = (1 + causal_tile(device, m.seq_len, **way) / m.seq_len) / 2
         share = attention_share(device, m.seq_len, m.hd, dtype=dtype, **way) * w.software.attention_share
         merged = added * (w.parallel.cp - 1) * T * m.q_width / t if w.software.repeats_keys else 0.0
-        seconds.append(products * flops * (1 + skipped) / (device.peak(dtype) * share) + merged / w.memory_Bps)
+        seen = windowed + (1 - windowed) * below
+        seconds.append(products * flops * seen / (device.peak(dtype) * share) + merged / w.memory_Bps)
     return seconds[0], seconds[1]
 
 

@@ -211,6 +211,7 @@ def row_software(row: Mapping[str, Any], constants: StepConstants) -> Software:
         overlap_tp=row_overlap_tp(row),
         dispatch=row_dispatch(row),
         overlap_ep=bool((row.get("recompute_detail") or {}).get("moe_a2a_overlap")),
+        drops_tokens="token-drop" in str(row.get("notes")),
         graphs=row_graphs(row),
         grad_bytes=2.0 if alpa else (2.0 if dtype == "fp16" else 6.0) if deepspeed else 4.0,
         reduce_bytes=4.0 if row["parallel"].get("fsdp_mixed_precision") == "DEFAULT" else 2.0,

@@ -23,7 +23,7 @@ from autopar.passes.played.meta_comm import MetaComm
 from autopar.passes.played.tensors import Layout, Ledger
 from autopar.passes.rules.memo import Memo
 from autopar.passes.rules.once import once
-from autopar.runtime.gradients.buckets import Buckets, BucketSizes, bytes_in_buckets
+from autopar.runtime.gradients.buckets import Buckets, BucketSizes
 from autopar.runtime.gradients.compression import Codec, Lost, Unsent
 from autopar.runtime.gradients.grads import GradEntry, GradStore
 from autopar.runtime.memory.tiers import Tiers
@@ -180,8 +180,10 @@ class PlayedStore(GradStore):
             p.name: GradEntry(p.contributions, rows(p.reduce), p.type.dtype, p.compression, p.by_microbatch)
             for p in trained
         }
-        shards = ((gradient_bytes(p.updated_bytes(mesh)), rows(p.reduce)) for p in trained)
-        sizes = BucketSizes(step=sum(bytes_in_buckets(nbytes, steps, mesh.product) for nbytes, steps in shards))
+        sizes = BucketSizes.of(
+            ((p.name, p.type.shape, p.optimizer.row, p.type.dtype.itemsize, rows(p.reduce)) for p in trained),
+            mesh.sizes,
+        )
         tiers = {p.name: p.tier for p in trained if p.tier}
         super().__init__(
             MetaComm(mesh.sizes, rank), table, microbatches, sizes, compensated, _Tiers(self.ledger), tiers

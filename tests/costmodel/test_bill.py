@@ -24,8 +24,9 @@ from autopar.costmodel.bill import (
     exposed_parameters_s,
     step_seconds,
 )
+from autopar.costmodel.estimator.rows import row_software
 from autopar.costmodel.simulate import Durations, makespan_s
-from autopar.costmodel.software import LAUNCH_HOST, NEUTRAL, ONCE_LAUNCHES, StepConstants, emitted_on
+from autopar.costmodel.software import LAUNCH_HOST, NEUTRAL, ONCE_LAUNCHES, StepConstants, default_constants, emitted_on
 from autopar.ir.actions import StageGraph
 from autopar.ir.schedules import SCHEDULES
 
@@ -173,6 +174,18 @@ def test_programs_on_fitted_gpus_are_read_with_the_fitted_constants_and_others_w
     assert alone.mixture_host_s(16) == 0
     assert replace(alone, constants=NEUTRAL.constants) == NEUTRAL
     assert emitted_on(ClusterSpec.local(4)) == NEUTRAL
+
+
+def test_where_tokens_are_dropped_the_host_waits_for_no_counts() -> None:
+    """Kernels of every expert are launched all the same."""
+    sample = json.loads((Path(__file__).parent / "estimator/published_sample.json").read_text())
+    notes = ("MoE tokens force-balanced, dropless", "token-drop MoE (capacity factor; balanced)")
+    dropless, dropping = (row_software({**sample[0], "notes": one}, default_constants()) for one in notes)
+    assert not dropless.drops_tokens
+    assert dropping.mixture_host_s(16) == 16 * dropping.constants.expert_host_s
+    assert dropless.mixture_host_s(0) - dropping.mixture_host_s(0) == pytest.approx(
+        dropless.constants.moe_host_s - dropless.constants.dense_host_s
+    )
 
 
 LLAMA8B = TransformerShape(

@@ -23,7 +23,8 @@ does not depend on its neighbours: ranks that hold the same parameter may hold o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -35,13 +36,15 @@ from ..comm.buffers import BufferPool
 from ..comm.calls import Handle
 from ..comm.chunks import front_chunks
 from ..comm.comm import Axes, Comm
-from ..comm.mesh import run_shape
+from ..comm.mesh import Shares, SpecDims, owner_index, run_axes, run_shape
 from ..comm.reshard import TABLE_STEPS, TableStep, run_step
 from ..errors import RuntimeProgramError
 from .compression import Codec, Unsent, start_gathered_rows, start_scattered_sum
 from .runs import PARTS, Run, ends, ends_are_small, filled, packed
 
 Steps = tuple[TableStep, ...]
+Value = tuple[str, Sequence[int], SpecDims, int, Steps]
+"""A value's name, whole shape, spec after its steps, bytes of an element, and steps."""
 MIB = 1 << 20
 BUCKETED = ("all_reduce", "reduce_scatter", "reduce")
 UNDER_WAY = 2
@@ -52,13 +55,29 @@ UNDER_WAY = 2
 class BucketSizes:
     """Bytes: when a bucket is full; when the first one of a step is, so that messages start early; from where on a value is
     scattered where it lies; when a late one is full at the earliest, as ranks that share cores pay for every message, more than
-    for copying what fills less; and of all that a step sends, where that is known."""
+    for copying what fills less; and of all that a step sends, where that is known. means: of values of which ranks have unequal
+    parts, by name, the elements that a rank has on the mean before the last n steps: all ranks decide by these what goes into a
+    bucket, as they have to decide alike."""
 
     full: int = 25 * MIB
     first: int = MIB
     direct: int = 8 * MIB
     least: int = 8 * MIB
     step: int | None = None
+    means: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(values: Iterable[Value], mesh: Mapping[str, int], full: int = 25 * MIB) -> BucketSizes:
+        """The sizes for a step that sends these values. mesh: the sizes of its axes."""
+
+        def size(axes: Axes) -> int:
+            return math.prod(mesh[axis] for axis in axes)
+
+        means, step = {}, 0
+        for name, shape, spec, itemsize, steps in values:
+            means[name] = mean_elements(shape, spec, steps, size)
+            step += bytes_in_buckets(means[name][0] * itemsize, steps, size)
+        return BucketSizes(full, step=step, means=means if any(isinstance(n, Shares) for n in mesh.values()) else {})
 
     def limit(self, begun: bool, sent: int) -> int:
         """The size at which a bucket is full now. begun: others are under way; sent: bytes of the step that were issued."""
@@ -66,6 +85,16 @@ class BucketSizes:
             return min(self.first, self.full)
         left = self.full if self.step is None else (self.step - sent) // 2
         return min(max(self.least, left), self.full)
+
+
+def mean_elements(shape: Sequence[int], spec: SpecDims, steps: Steps, size: Callable[[Axes], int]) -> tuple[int, ...]:
+    """The elements that a rank has of a value on the mean before its last n steps, n from 0. spec: how it lies after them all."""
+    block = -(-math.prod(shape) // math.prod(size(axes) for axes in spec[: len(shape)]))
+    cut = size(run_axes(shape, spec)) if owner_index(shape, spec) is None else 1
+    elements = [-(-block // cut)]
+    for kind, axes, *_ in reversed(steps):
+        elements.append(int(TABLE_STEPS[kind].bytes_before(elements[-1], size(axes))))
+    return tuple(elements)
 
 
 def bytes_in_buckets(shard_bytes: float, steps: Steps, size: Callable[[Axes], int]) -> int:
@@ -207,7 +236,7 @@ class Buckets:
         key = (kind, axes, value.dtype, name in self.leaving, codec, root)
         dim = dims[0] % value.dim() if dims and root is None else 0
         item = _Item(name, value, owned, dim, steps[1:], codec, rows, root=root)
-        nbytes = item.numel * value.element_size()
+        nbytes = self._bytes(item)
         if self._direct(kind, item, nbytes):
             n = self.comm.axis_size(axes)
             if rows and whole and ends_are_small(value, n, rows // n, self.sizes.direct):
@@ -224,7 +253,14 @@ class Buckets:
     def _put(self, key: tuple[Any, ...], item: _Item) -> None:
         bucket = self._buckets.setdefault(key, _Bucket())
         bucket.items.append(item)
-        bucket.nbytes += item.numel * item.value.element_size()
+        bucket.nbytes += self._bytes(item)
+
+    def _bytes(self, item: _Item) -> int:
+        """The bytes by which all ranks count an item; the end of a value that goes in two parts counts with the first."""
+        elements, means = item.numel, self.sizes.means.get(item.name)
+        if means is not None:
+            elements = 0 if item.half == "end" else means[len(item.rest) + 1]
+        return elements * item.value.element_size()
 
     def _limit(self) -> int:
         return self.sizes.limit(bool(self._flights), self._sent)
@@ -243,7 +279,7 @@ class Buckets:
     def _launch(self, kind: str, axes: Any, items: list[_Item], packed: bool) -> None:
         names = items[0].name if len(items) == 1 else f"{items[0].name} … {items[-1].name}"
         site = f"gradients of {names}"
-        self._sent += sum(item.numel * item.value.element_size() for item in items)
+        self._sent += sum(map(self._bytes, items))
         if kind == "all_reduce":
             if items[0].name in self.leaving:
                 self._land_oldest([f for f in self._flights if f.scratch is None and f.items[0].name in self.leaving])

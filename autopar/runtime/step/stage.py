@@ -6,7 +6,6 @@ specs are equal), so the gather after the optimizer writes only what other ranks
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,10 +14,10 @@ from torch import Tensor, nn
 
 from ..comm.backends import backend_of
 from ..comm.comm import Comm
-from ..comm.mesh import boxes_of, owner_index, run_axes, slices_of
+from ..comm.mesh import boxes_of, run_axes, slices_of
 from ..compiled.inductor import CompiledRegion, compiled_stage
 from ..errors import RuntimeProgramError
-from ..gradients.buckets import BucketSizes, bytes_in_buckets
+from ..gradients.buckets import BucketSizes, Value
 from ..gradients.gather import Gather, start_gathers
 from ..gradients.grads import GradStore
 from ..guards import Guards
@@ -85,7 +84,7 @@ class Stage:
                 comm,
                 tables.gradients,
                 pipeline.microbatches,
-                BucketSizes(bucket_bytes, step=self._gradient_bytes()),
+                BucketSizes.of(self._gradients(), comm.mesh, bucket_bytes),
                 compensated=compensated,
                 tiers=self.tiers,
                 tier_of={name: info.tier for name, info in tables.parameters.items() if info.tier},
@@ -236,16 +235,11 @@ class Stage:
             if info.narrow is not None
         }
 
-    def _gradient_bytes(self) -> int:
-        """The bytes that gradients put into buckets in a step."""
-        total = 0
+    def _gradients(self) -> Iterator[Value]:
+        """The gradients that are put into buckets in a step."""
         for name, entry in self.tables.gradients.items():
             info = self.tables.parameters[name]
-            owned = owner_index(info.shape, info.opt_spec) is not None  # every rank counts what its owner has
-            spec = info.opt_spec[: len(info.shape)] if owned else info.opt_spec
-            elements = math.prod(local_shape(info.shape, spec, self.comm, name))
-            total += bytes_in_buckets(elements * info.dtype.itemsize, entry.steps, self.comm.axis_size)
-        return total
+            yield name, info.shape, info.opt_spec, info.dtype.itemsize, entry.steps
 
     def _optimizer_shard(self, info: TensorInfo) -> nn.Parameter:
         if info.opt_spec != info.spec and not info.gather:

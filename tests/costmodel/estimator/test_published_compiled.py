@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from autopar.cluster import ClusterSpec
+from autopar.costmodel.estimator.layer import attention_core
 from autopar.costmodel.estimator.rows import row_workload
-from autopar.costmodel.estimator.shape import TransformerShape
+from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
+from autopar.costmodel.estimator.workload import StepPlan, Workload
 from benchmarks.published_compiled import approximated, evenly, forced_options, inexpressible, score_compiled
 from benchmarks.published_models import LowRankAttention, Transformer
 from tests.zoo.transformers import rotary_tables, rotate
@@ -42,6 +46,16 @@ def test_a_shapes_model_has_the_parameters_that_the_estimator_counts(shape: Tran
 
 
 CUT = "stages of the pipeline cut where it is fastest"
+
+
+def test_layers_without_a_window_skip_the_upper_triangle() -> None:
+    """Attention takes the mean of all layers with a window and of none where every second layer has one."""
+    long = replace(GPT_OSS, seq_len=8192)
+    shapes = (replace(long, window_every=1), long, replace(long, window=0))
+    plan = StepPlan(ParallelConfig(), 1)
+    whole, half, none = (attention_core(Workload.of(one, ClusterSpec.preset("dgx-h100"), plan, 8)) for one in shapes)
+    assert half == pytest.approx([(a + b) / 2 for a, b in zip(whole, none, strict=True)])
+    assert none < half < whole
 
 
 def test_a_window_hides_what_lies_before_it() -> None:
@@ -129,14 +143,18 @@ def test_experts_over_ranks_that_share_a_batch_are_named() -> None:
         ("zb-t6-28.3B-zb-v-p32-b2-m128", {}, [CUT]),
         ("zb-t6-28.3B-zb-v-p32-b2-m128", {"schedule": "zb-1p"}, ["schedule zb-1p as zb-h1", CUT]),
         ("mosaic_70b_s2048_g64_a100_80gb_bf16_mb8", {}, []),
+        ("mosaic_70b_s2048_g64_a100_80gb_bf16_mb8", {"recompute": "selective"}, []),
         (
             "mosaic_70b_s2048_g64_a100_80gb_bf16_mb8",
-            {"recompute": "selective"},
+            {
+                "recompute": "selective",
+                "parallel": {"dp": 32, "tp": 2, "fsdp": 1, "zero": 3, "sequence_parallel": True},
+            },
             ["recomputation of attention and of what is pointwise"],
         ),
     ],
 )
-def test_what_is_compiled_nearly_says_in_what(row: str, changed: dict[str, str], differences: list[str]) -> None:
+def test_what_is_compiled_nearly_says_in_what(row: str, changed: dict[str, Any], differences: list[str]) -> None:
     assert approximated(row_workload({**SAMPLE[row], **changed})) == differences
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from autopar.runtime import GradEntry, GradStore, run_threads
+from autopar.runtime.comm.mesh import Shares, interval
 from autopar.runtime.comm.reshard import TableStep
 from autopar.runtime.gradients.buckets import Buckets, BucketSizes, bytes_in_buckets
 from autopar.runtime.gradients.runs import Run, ends, ends_are_small
@@ -198,3 +199,31 @@ def test_what_a_step_sends_is_known_before_it(monkeypatch, dp, tp, zero):
     for step, sent in known:
         assert step > 0
         assert 0 <= sent - step <= LOSS_BYTES
+
+
+@pytest.mark.parametrize(
+    ("mesh", "steps"),
+    [
+        ({"dp": Shares((2, 1))}, [(("all_reduce", ("dp",)), ("shard", ("dp",), 0))]),
+        ({"dp": 2, "tp": Shares((5, 1))}, [(("all_reduce", ("dp",)),), (("all_reduce", ("tp",)),)]),
+    ],
+    ids=["shards of unequal length", "blocks of unequal length, and what is owed along their axis"],
+)
+def test_ranks_with_unequal_parts_send_the_same_buckets(mesh, steps):
+    """A message of one rank would meet a longer one else. The second mesh has blocks of 5 and of 1 row over tp, whose messages
+    come between those of whole values."""
+    rows, columns = 6, 4096
+    specs = {("dp",): (("dp",), ()) if len(steps[0]) > 1 else (("tp",), ()), ("tp",): ((), ())}
+    values = [(f"p{i}", (rows, columns), specs[one[0][1]], 4, one) for i, one in enumerate(12 * steps)]
+
+    def run(comm):
+        sizes = replace(BucketSizes.of(values, comm.mesh), full=1 << 20, first=1 << 18, direct=1 << 30, least=1 << 16)
+        store = GradStore(comm, {name: GradEntry(1, one) for name, *_, one in values}, sizes=sizes)
+        for name, _, spec, _, one in values:
+            axes = () if len(one) > 1 else spec[0]
+            start, stop = interval(rows, axes, comm.mesh, comm.position)
+            store.add(name, torch.ones(stop - start, columns), True)
+        sums = store.finish()
+        return all((sums[name] == comm.axis_size(one[0][1])).all() for name, *_, one in values)
+
+    assert all(run_threads(math.prod(mesh.values()), mesh, run, timeout_s=30))
