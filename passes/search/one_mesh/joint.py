@@ -69,10 +69,10 @@ class Point:
 class JointSearch:
     """One program on one mesh; every point that is found is kept, as later budgets start from it.
 
-    build: the factor graph under sets of recomputed values. tie_price: a price
-    per byte that decides between plans that are equally fast. fixed: a recompute policy by name that is not to be departed
-    from; then only the sharding is chosen. close: relative distance to its bound at which a sharding at a price is good
-    enough. price: the price per byte that was looked at last.
+    build: the factor graph under sets of recomputed values, asked once. tie_price: a price per byte that decides between plans
+    that are equally fast. fixed: a recompute policy by name that is not to be departed from; then only the sharding is
+    chosen. close: relative distance to its bound at which a sharding at a price is good enough. price: the price per byte that
+    was looked at last.
     """
 
     def __init__(
