@@ -73,10 +73,11 @@ def followed(
     return {name: {value: held for value, held in known.items() if held} for name, known in dims.items()}
 
 
-def batch_factors(program: Program, rules: RuleBook, dims: dict[str, Dims]) -> dict[tuple[str, str], dict[str, Part]]:
+@once
+def batch_factors(program: Program, rules: RuleBook) -> dict[tuple[str, str], dict[str, Part]]:
     """(template, op) -> the factors whose major end is the batch, and where it is in them: shards of them are shards of the
-    batch."""
-    factors = {}
+    batch. Nobody writes into it. Raises CoupledError as `batch_dims` does."""
+    factors, dims = {}, batch_dims(program, rules)
     for name, template in program.templates.items():
         for node in template.ops:
             rule = rules.rule(template.op_calls[node.name])

@@ -15,7 +15,7 @@ from autopar.ir.rule import Rule, Strategy
 from autopar.ops.registry import Block, takes_blocks
 from autopar.passes.price.op_seconds import OpSeconds
 from autopar.passes.rules.alphabet import shards
-from autopar.passes.rules.strategy_table import StrategyTable, strategy_table
+from autopar.passes.rules.strategy_table import BlockOfWork, StrategyTable, strategy_table
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,8 @@ def op_choices(
 
 def _computed_s(rule: Rule, table: StrategyTable, mesh: Mesh, seconds: OpSeconds) -> np.ndarray:
     """Seconds of an op's work on a block under every strategy of a table; of strategies that cut it alike one is priced."""
-    if mesh.uneven:
-        return np.array([seconds.on_block(rule.parts(s, mesh), s, mesh) for s in table.strategies])
-    distinct, which = table.blocks(mesh) if seconds.follows_blocks else (range(len(table.strategies)), slice(None))
-    parts = table.parts(mesh)
-    priced = [
-        seconds.on_block(dict(zip(table.factors, parts[i].tolist(), strict=True)), table.strategies[i], mesh)
-        for i in distinct
-    ]
-    return np.array(priced)[which]
+    if seconds.follows_blocks and not mesh.uneven:
+        blocks, which = table.blocks(mesh)
+        return np.asarray(np.array(seconds.on_blocks(blocks, mesh))[which])
+    every = [BlockOfWork(rule.parts(s, mesh), rule.work_parts(s, mesh), s) for s in table.strategies]
+    return np.array(seconds.on_blocks(every, mesh))

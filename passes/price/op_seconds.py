@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -21,6 +21,7 @@ from autopar.ir.rule import Parts, Rule, Strategy, carried_choices
 from autopar.ir.types import dtype_name
 from autopar.ops.registry import Grouped, OpDef, find
 from autopar.passes.price.mixtures import moved_bytes, work_share
+from autopar.passes.rules.strategy_table import BlockOfWork
 
 Price = TypeVar("Price")
 _PLAIN = OpDef()
@@ -66,9 +67,7 @@ class OpSeconds:
     def at_peak(self) -> float:
         """A lower bound on device-seconds however the op is sharded: its products at peak, launches left out."""
         return (
-            0.0
-            if self._facts.free or self._facts.work is None
-            else self._work[0] / self.device.peak(self._computed_in(self._work[1]))
+            0.0 if self._facts.free or self._facts.work is None else self._work[0] / self.device.peak(self._computed_in)
         )
 
     @property
@@ -82,38 +81,46 @@ class OpSeconds:
         return None if grouped is None else grouped(self.call, parts, self.rule.work_parts(strategy, mesh))
 
     def on_block(self, parts: Parts, strategy: Strategy, mesh: Mesh) -> float:
-        """Seconds on one rank. parts: into how many every factor is cut (`Rule.parts`). Equal blocks take as long on
-        any mesh that cuts as many, unless their rows travel along its axes."""
-        if self._facts.free:
-            return 0.0
-        if mesh.uneven or not self.follows_blocks:
-            return self._block_s(parts, strategy, mesh)
-        key = (*map(parts.__getitem__, self.rule.factors), self.rule.work_parts(strategy, mesh))
-        if key not in self._on_blocks:
-            self._on_blocks[key] = self._block_s(parts, strategy, mesh)
-        return self._on_blocks[key]
+        """Seconds on one rank. parts: into how many every factor is cut (`Rule.parts`)."""
+        return self.on_blocks([BlockOfWork(parts, self.rule.work_parts(strategy, mesh), strategy)], mesh)[0]
 
-    def _block_s(self, parts: Parts, strategy: Strategy, mesh: Mesh) -> float:
-        work_s, merging_s, filled_s, drawn_s = self._read(parts, strategy, mesh, compute.op_time_s)
+    def on_blocks(self, blocks: Sequence[BlockOfWork], mesh: Mesh) -> list[float]:
+        """The same of several blocks. Equal ones take as long on any mesh that cuts as many, unless their rows travel along its
+        axes."""
+        if self._facts.free:
+            return [0.0] * len(blocks)
+        if mesh.uneven or not self.follows_blocks:
+            return [self._block_s(block, mesh) for block in blocks]
+        known, factors, seconds = self._on_blocks, self.rule.factors, []
+        for block in blocks:
+            key = (*map(block.parts.__getitem__, factors), block.work)
+            block_s = known.get(key)
+            if block_s is None:
+                block_s = known[key] = self._block_s(block, mesh)
+            seconds.append(block_s)
+        return seconds
+
+    def _block_s(self, block: BlockOfWork, mesh: Mesh) -> float:
+        work_s, merging_s, filled_s, drawn_s = self._read(block, mesh, compute.op_time_s)
         return merging_s + filled_s + drawn_s + work_s
 
     def limits_on_block(self, parts: Parts, strategy: Strategy, mesh: Mesh) -> Roofline:
         """The same seconds by what bounds them."""
         if self._facts.free:
             return NOTHING_BOUND
-        kernel, merging_s, filled_s, drawn_s = self._read(parts, strategy, mesh, compute.kernel_seconds)
+        kernel, merging_s, filled_s, drawn_s = self._read(
+            BlockOfWork(parts, self.rule.work_parts(strategy, mesh), strategy), mesh, compute.kernel_seconds
+        )
         own_s = kernel.seconds - kernel.launch_s - kernel.moved_s
         memory_s = merging_s + filled_s + kernel.moved_s + (own_s if kernel.memory_bound else 0.0)
         return Roofline(drawn_s + (0.0 if kernel.memory_bound else own_s), memory_s, kernel.launch_s)
 
-    def _read(
-        self, parts: Parts, strategy: Strategy, mesh: Mesh, price: Callable[..., Price]
-    ) -> tuple[Price, float, float, float]:
+    def _read(self, block: BlockOfWork, mesh: Mesh, price: Callable[..., Price]) -> tuple[Price, float, float, float]:
         """The price of the kernel that the op is on a block, and the seconds that merging, filling and drawing add to it.
         price: `compute.op_time_s` or `compute.kernel_seconds`, which take the same."""
         facts, call, device, software = self._facts, self.call, self.device, self.software
         flops, kind, groups = self._work
-        share = self.rule.work_parts(strategy, mesh)
+        parts, share, strategy = block
         moved = [float(whole_bytes / math.prod(parts[f] for f in factors)) for whole_bytes, factors in self._tensors]
         if facts.picks:
             moved[0] = min(moved[0], moved[-1])
@@ -139,7 +146,7 @@ class OpSeconds:
             device,
             flops=work_share(grouped, software) * flops * (drawn.products if drawn else 1.0) * imbalance / share,
             nbytes=sum(moved),
-            dtype=self._computed_in(kind),
+            dtype=self._computed_in,
             kind=kind,
             shape=shape,
             eager=software.eager_attention,
@@ -150,9 +157,10 @@ class OpSeconds:
         )
         return kernel, merging_s, filled_s, drawn_s
 
-    def _computed_in(self, kind: str) -> str:
+    @cached_property
+    def _computed_in(self) -> str:
         """The dtype of its products under the software: what is in 16 bits may be in fewer there."""
-        low = self.software.attention_dtype if kind in compute.ATTENTION else ""
+        low = self.software.attention_dtype if self._work[1] in compute.ATTENTION else ""
         if self._facts.of_weights:
             low = self.software.low_dtype
         return low if low and self._dtype in ("bfloat16", "float16") else self._dtype
@@ -170,7 +178,7 @@ class OpSeconds:
         taken = self.rule.taken(strategy, mesh)
         lengths = {f: self._lengths(f, taken.get(f, ()), mesh) for last in self._rows for f in last}
         rows = (math.prod(one) for last in self._rows for one in product(*(lengths[f] for f in last)))
-        return compute.aligned_share(self.device, self._computed_in(kind), rows)
+        return compute.aligned_share(self.device, self._computed_in, rows)
 
     def _lengths(self, factor: str, axes: tuple[str, ...], mesh: Mesh) -> tuple[int, ...]:
         """The lengths of a factor's blocks, on some rank each."""

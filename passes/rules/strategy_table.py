@@ -10,15 +10,25 @@ import itertools
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from autopar.ir.mesh import Mesh
-from autopar.ir.rule import Labels, Rule, Strategy, factors_of
+from autopar.ir.rule import Labels, Parts, Rule, Strategy, factors_of
 from autopar.ir.spec import Spec
 from autopar.passes.rules.alphabet import alphabet, distinct, shared_axes
 
 Axes = tuple[tuple[str, int], ...]
+
+
+class BlockOfWork(NamedTuple):
+    """The part of an op that a rank has under a strategy: into how many parts every factor is cut, and over how many ranks the
+    work is divided (`Rule.parts`, `Rule.work_parts`)."""
+
+    parts: Parts
+    work: Any
+    strategy: Strategy
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +47,7 @@ class StrategyTable:
     sharded: np.ndarray
     single: np.ndarray
     _parts: dict[Axes, np.ndarray] = field(default_factory=dict)
-    _blocks: dict[Axes, tuple[list[int], np.ndarray]] = field(default_factory=dict)
+    _blocks: dict[Axes, tuple[list[BlockOfWork], np.ndarray]] = field(default_factory=dict)
     _some: dict[bytes, StrategyTable] = field(default_factory=dict)
 
     def parts(self, mesh: Mesh) -> np.ndarray:
@@ -47,18 +57,18 @@ class StrategyTable:
             self._parts[mesh.axes] = np.asarray(np.where(self.sharded, sizes, 1).prod(2, dtype=int))
         return self._parts[mesh.axes]
 
-    def blocks(self, mesh: Mesh) -> tuple[list[int], np.ndarray]:
-        """The places of strategies no two of which cut all factors, and divide the work, alike on an even mesh; and per strategy
-        which of these it cuts like."""
+    def blocks(self, mesh: Mesh) -> tuple[list[BlockOfWork], np.ndarray]:
+        """The blocks of strategies no two of which cut all factors, and divide the work, alike on an even mesh; and per strategy
+        which of these it has."""
         if mesh.axes not in self._blocks:
-            work = [
-                mesh.product(a for a, c in zip(mesh.names, s, strict=True) if factors_of(c)) for s in self.strategies
-            ]
-            cuts = np.column_stack([self.parts(mesh), np.array(work, int)])
-            first: dict[bytes, int] = {}
-            which = [first.setdefault(row.tobytes(), len(first)) for row in cuts]
-            places = dict(zip(reversed(which), reversed(range(len(which))), strict=True))
-            self._blocks[mesh.axes] = [places[i] for i in range(len(first))], np.array(which, int)
+            first: dict[tuple[int, ...], int] = {}
+            which, blocks = list[int](), list[BlockOfWork]()
+            for strategy, parts in zip(self.strategies, self.parts(mesh).tolist(), strict=True):
+                work = mesh.product(a for a, c in zip(mesh.names, strategy, strict=True) if factors_of(c))
+                which.append(first.setdefault((*parts, work), len(first)))
+                if len(first) > len(blocks):
+                    blocks.append(BlockOfWork(dict(zip(self.factors, parts, strict=True)), work, strategy))
+            self._blocks[mesh.axes] = blocks, np.array(which, int)
         return self._blocks[mesh.axes]
 
     def only(self, kept: np.ndarray) -> StrategyTable:

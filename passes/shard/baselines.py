@@ -51,10 +51,9 @@ class Baseline:
         self.zero = int(strategy[-1]) if strategy[-1].isdigit() else 0
         self.trained = frozenset(program.trained)
         try:
-            dims = batch_dims(program, rules)
+            dims, batch = batch_dims(program, rules), batch_factors(program, rules)
         except CoupledError as error:
             raise InfeasibleError(f"strategy {strategy!r} follows the batch through the program: {error}") from error
-        batch = batch_factors(program, rules, dims)
         if rows_of(program) == 1:
             dims = of_one_row(program, rules)
         self.tensor: AxisChoices | None = None

@@ -125,5 +125,6 @@ def _added_up(tables: list[Table]) -> Table:
         one, other = (
             t[tuple(slice(None) if j in of else None for j in both)] for of, t in ((scope, total), (others, table))
         )
-        scope, total = both, one + other
+        is_new = both == scope and total is not tables[0][1]
+        scope, total = both, np.add(one, other, out=total if is_new else None)
     return scope, total

@@ -77,7 +77,7 @@ class Resting:
 
     @staticmethod
     def of(states: States, numbers: Callable[[list[Spec]], np.ndarray]) -> Resting:
-        """These states. numbers(specs): the numbers of specs that are blocks."""
+        """The same of some states. numbers(specs): the numbers of specs that are blocks."""
         storage, updated = ([state[i] for state in states] for i in (0, 1))
         stored, optimizer = (Stored.of(numbers([s.block for s in specs]), specs) for specs in (storage, updated))
         return Resting(states, stored, optimizer)

@@ -1,4 +1,4 @@
-"""In which specs parameters may rest is found once for all that are cut alike."""
+"""The specs in which parameters may rest are found once for all that are cut alike."""
 
 from __future__ import annotations
 
