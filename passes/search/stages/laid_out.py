@@ -17,7 +17,7 @@ from autopar.passes.search.layout import Layout, Place
 from autopar.passes.search.microbatches import TasksByCount
 from autopar.passes.search.stages.cuts import CutSearch
 from autopar.passes.search.stages.draft import Draft
-from autopar.passes.search.stages.plan_of_draft import DraftPlan, best_plan, ranked
+from autopar.passes.search.stages.pipelines import plans_of
 from autopar.passes.search.stages.submesh import SubmeshPlans
 from autopar.passes.search.task import RankedPlans, Task
 from autopar.passes.stage import evaluate
@@ -29,41 +29,42 @@ MOST_TRIED = 3
 
 def search_laid_out(submeshes: SubmeshPlans, layout: Layout, best_s: float) -> Iterator[RankedPlans]:
     """Plans with the stages of a layout that are faster than best_s, whenever there is a better one."""
-    task, search = submeshes.task, CutSearch(submeshes, best_s)
-    meshes, groups = _meshes(task, layout), groups_of(layout.stages)
-    chunks = max(map(len, groups))
-    planned = _planned_by(submeshes, layout)
+    search = _GivenCut(submeshes, layout, best_s)
+    counts = search.counts_on(search.meshes, best_s)
+    several = [M for M in counts if M > 1]
+    roughs = [rough for M in several or counts if (rough := search.draft(M)) is not None]
+    fewest = min(roughs, key=lambda rough: rough.step_s, default=None)
+    if several and fewest is not None and fewest.microbatches == several[0] != counts[0]:
+        in_one = search.draft(counts[0])
+        roughs += [in_one] if in_one is not None else []
+    yield from plans_of(search, sorted(roughs, key=lambda rough: rough.step_s)[:MOST_TRIED])
 
-    def draft(M: int, share: float, policy: str | None) -> Draft | None:
-        of_stages = [one.within(M, (mesh,), share, policy) for one, mesh in zip(planned, meshes, strict=True)]
+
+class _GivenCut(CutSearch):
+    """The search whose only cut is that of a layout."""
+
+    def __init__(self, submeshes: SubmeshPlans, layout: Layout, best_s: float) -> None:
+        super().__init__(submeshes, best_s)
+        self.layout, self.groups = layout, groups_of(layout.stages)
+        self.meshes, self._planned = _meshes(self.task, layout), _planned_by(submeshes, layout)
+
+    def draft(self, M: int, share: float = 0.0, policy: str | None = None) -> Draft | None:
+        """The cut in M microbatches within a share of the memory (0: any), under a recompute policy."""
+        stages = zip(self._planned, self.meshes, strict=True)
+        of_stages = [submeshes.within(M, (mesh,), share, policy) for submeshes, mesh in stages]
         if not all(of_stages):
             return None
         plans = [*{id(plan): plan for (plan,) in of_stages}.values()]
         place = {id(plan): i for i, plan in enumerate(plans)}
-        own = submeshes.tasks.at(M)
-        problem = search.stage_problem(own, M, plans, share or math.inf, chunks)
-        ranges = layout.ranges(own.program)
+        own, chunks = self.submeshes.tasks.at(M), max(map(len, self.groups))
+        problem = self.stage_problem(own, M, plans, share or math.inf, chunks)
+        ranges = self.layout.ranges(own.program)
         pieces = [(*calls, place[id(plan)]) for calls, (plan,) in zip(ranges, of_stages, strict=True)]
-        return Draft(own, M, chunks, shape_of(groups), evaluate(problem, pieces, groups), tuple(plans))
+        return Draft(own, M, chunks, shape_of(self.groups), evaluate(problem, pieces, self.groups), tuple(plans))
 
-    def exact(rough: Draft, share: float, policy: str | None) -> Draft | None:
-        return draft(rough.microbatches, share, policy)
-
-    counts = search.counts_on(meshes, best_s)
-    several = [M for M in counts if M > 1]
-    roughs = [rough for M in several or counts if (rough := draft(M, 0.0, None)) is not None]
-    fewest = min(roughs, key=lambda rough: rough.step_s, default=None)
-    if several and fewest is not None and fewest.microbatches == several[0] != counts[0]:
-        in_one = draft(counts[0], 0.0, None)
-        roughs += [in_one] if in_one is not None else []
-    best: DraftPlan | None = None
-    for rough in sorted(roughs, key=lambda rough: rough.step_s)[:MOST_TRIED]:
-        if rough.step_s >= best_s:
-            break
-        plan = best_plan(exact, rough, best_s)
-        if plan is not None and (best is None or plan.cost_s < best.cost_s):
-            best_s, best = plan.cost_s, plan
-            yield ranked([plan])
+    def exact(self, rough: Draft, share: float, policy: str | None) -> Draft | None:
+        """The cut of a rough draft within that share of the memory, under a recompute policy."""
+        return self.draft(rough.microbatches, share, policy)
 
 
 def _planned_by(submeshes: SubmeshPlans, layout: Layout) -> list[SubmeshPlans]:

@@ -105,8 +105,7 @@ class PipelineSearch:
             (cut.step_s for cut in cuts if _kind(cut.microbatches, cut.used_meshes()) == kind), default=0.0
         )
         roughs = _roughs(search, search.finer(cuts, estimate_s))[:MOST_FINER]
-        tried: Tried = []
-        yield from _ranked(_faster_and_faster(search, _in_memory(search, roughs, tried), tried))
+        yield from plans_of(search, roughs)
 
     def _begin(self, best_s: float, rival: Rival | None = None) -> None:
         """Look for cuts that may become plans faster than best_s and than the rival's plan, unless that was done."""
@@ -117,6 +116,13 @@ class PipelineSearch:
             if rival is not None and roughs:
                 self._search.best_s = min(self._search.best_s, rival(roughs[0].step_s, best_s))
             self._drafts = _in_memory(self._search, roughs, self._tried)
+
+
+def plans_of(search: CutSearch, roughs: Sequence[Draft]) -> Iterator[RankedPlans]:
+    """Plans of the most promising of these rough cuts that are faster than the search's best_s, best first, whenever there is a
+    better one. roughs: best first."""
+    tried: Tried = []
+    yield from _ranked(_faster_and_faster(search, _in_memory(search, roughs, tried), tried))
 
 
 def _ranked(found: Iterable[DraftPlan]) -> Iterator[RankedPlans]:

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from autopar import ClusterSpec, Options
 from autopar.ir.mesh import Mesh
 from autopar.passes.rules.per_axis import taken_by
 from autopar.passes.search.one_mesh.finer import walked
+from autopar.passes.search.stages import finer
 from autopar.passes.shard.meshes import candidate_meshes, finer_meshes
 from benchmarks.models import LLAMA_8B, Llama
 from benchmarks.properties_cases import WORKLOADS
@@ -77,6 +79,18 @@ def test_stages_whose_ranks_are_more_than_rows_get_an_axis_for_sequences() -> No
     others = [other for other in program.alternatives if len(other.plan.stages) == 2]
     assert min(len(other.plan.stages[0].mesh.axes) for other in others) == 2
     assert all(program.predicted.step_time_s < 0.95 * other.predicted.step_time_s for other in others)
+
+
+def test_finer_meshes_of_stages_go_from_small_to_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mesh is left out where half of it is busy for too long, so halves are asked first."""
+    monkeypatch.setattr(finer, "finer_meshes_of", lambda _, ranks: [Mesh.of(dp=2, cp=ranks // 4, tp=2)])
+    used = {64: 1.0, 32: 1.01, 16: 1.02}
+    cuts = [
+        SimpleNamespace(step_s=step_s, used_meshes=lambda n=n: [Mesh.of(dp=n // 2, tp=2)], submesh_plans=())
+        for n, step_s in used.items()
+    ]
+    meshes = finer.finer_submeshes(SimpleNamespace(sharing=lambda mesh: mesh), cuts)  # type: ignore[arg-type]
+    assert [mesh.size for mesh in meshes] == [32, 64], "the two best sizes, whichever is better"
 
 
 def walk(seconds: Callable[[int, int], float]) -> tuple[Mesh, int, int]:
