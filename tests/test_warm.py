@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.warm import python
 
 TOLD = """import json, os, sys
@@ -95,3 +96,25 @@ def test_it_does_not_outlive_the_process_that_was_started() -> None:
     while Path(f"/proc/{fork}").exists() and time.monotonic() < end:
         time.sleep(0.02)
     assert not Path(f"/proc/{fork}").exists()
+
+
+def test_processes_that_were_given_a_folder_share_its_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Path] = []
+
+    def serve(folder: Path, executable: Path) -> None:
+        started.append(folder)
+        executable.touch()
+
+    monkeypatch.setattr(warm, "GIVEN", [tmp_path])
+    monkeypatch.setattr(warm, "_serve", serve)
+    assert {warm.python.__wrapped__() for _ in range(3)} == {str(tmp_path / "python")}
+    assert started == [tmp_path]
+
+
+def test_forks_know_which_module_is_in_which_file() -> None:
+    text = """import inspect, sys
+files = [module.__name__ for module in list(sys.modules.values()) if getattr(module, "__file__", None)]
+print(len(files) > 1000, len(set(files) - set(inspect.modulesbyfile.values())) < 100)
+"""
+    done = run(python(), "-c", text)
+    assert done.stdout == "True True\n", done

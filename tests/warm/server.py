@@ -220,7 +220,7 @@ def prepare() -> None:
     looked up once for all forks: torch asks where it registers an op, and the first answer takes every module's real path."""
     for name in IMPORTED:
         importlib.import_module(name)
-    inspect.getmodule(sys._getframe())
+    inspect.getmodule(compile("", "of no module", "exec"))
     inspect.stack = stack
     torch.set_num_threads(1)
     multiprocessing.spawn.set_executable(sys.executable)  # which hands more than three streams over
