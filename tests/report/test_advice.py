@@ -56,9 +56,9 @@ class Layers(nn.Module):
         return x.square().sum()
 
 
-def compiled(ranks: int, rows: int = 8, width: int = 16, **options: object) -> autopar.ParallelProgram:
+def compiled(ranks: int, rows: int = 8, width: int = 16, layers: int = 2, **options: object) -> autopar.ParallelProgram:
     with torch.device("meta"):
-        model, x = Layers(width=width), torch.empty(rows, width)
+        model, x = Layers(layers, width), torch.empty(rows, width)
     return autopar.compile(model, LOCAL(ranks), (x,), optimizer=SGD, options=autopar.Options(**options))
 
 
@@ -257,6 +257,14 @@ def test_more_microbatches_make_the_bubble_of_the_closed_form(pipeline: autopar.
     fresh = compiled(2, 128, 512, pp=2, microbatches=4, schedule="1f1b", strategy="dp")
     assert found.step_after_s == fresh.predicted.step_time_s
     assert found.step_before_s == pipeline.predicted.step_time_s
+
+
+def test_named_stages_keep_their_groups_under_any_schedule():
+    named = ["layers.1", "layers.2", "layers.3"]
+    program = compiled(2, layers=4, stage_boundaries=named, chunks=2, schedule="interleaved", microbatches=2)
+    [lever] = (one for one in levers(program) if one.text == 'schedule="auto"')
+    assert replace(program.options, **lever.options).chunks == 2
+    assert len(program.plan.stages) == 4
 
 
 def test_levers_are_what_the_request_forces(sharded: autopar.ParallelProgram, pipeline: autopar.ParallelProgram):

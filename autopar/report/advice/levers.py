@@ -60,7 +60,8 @@ def _forced(program: Compiled) -> Iterator[Lever]:
         yield Lever('offload="none"', ("tiers",), {"offload": "none"})
         yield Lever('offload="auto"', ("tiers",), {"offload": "auto"})
     if o.schedule != "auto" or o.chunks is not None:
-        yield Lever('schedule="auto"', ("bubble",), {"schedule": "auto", "chunks": None})
+        chunks = o.chunks if o.stage_boundaries is not None else None
+        yield Lever('schedule="auto"', ("bubble",), {"schedule": "auto", "chunks": chunks})
     if not o.overlap:
         yield Lever("overlap=True", ("message",), {"overlap": True})
     if o.order is not None:
