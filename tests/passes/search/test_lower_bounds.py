@@ -128,8 +128,8 @@ def test_good_cuts_take_little_more_than_the_bound(width: int) -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "llama"])
 def test_launches_of_few_microbatches_tell_which_numbers_of_more_are_too_many(name: str) -> None:
-    """What the hosts launch for two microbatches, as often as there are some, is part of the bound of any number of these; and
-    programs are divided no further than it allows."""
+    """The launches of one of two microbatches, as often as there are microbatches, are part of the bound of any number; and
+    programs are divided no further than they allow."""
     made, cluster = on_ranks(name, 4, 1), resized(ClusterSpec.preset("dgx-h100"), 4)
     batches = Microbatches(made.captured, made.rules)
     task = Task(made.ir, cluster, made.rules, Setting(1), Options(), batches)
