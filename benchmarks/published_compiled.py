@@ -113,13 +113,14 @@ def forced_options(w: Workload) -> autopar.Options:
 
 
 def stage_boundaries(w: Workload) -> list[str] | None:
-    """The blocks at which the stages of a row's pipeline start, as the estimator lays them out; None where there are none, or
-    several in a group, which no option says."""
+    """The blocks at which the stages of a row's pipeline start, as the estimator lays them out; None where there are none, or one
+    has a head alone."""
     p = w.parallel
-    if p.pp == 1 or p.V > 1:
+    if p.pp == 1:
         return None
-    layers = chunk_layers(w.model.layers, p.pp, 1, w.model.mtp_layers)
-    return [f"blocks.{first}" for first in accumulate(count for (count,) in layers[:-1])]
+    layers = chunk_layers(w.model.layers, p.pp, p.V, w.model.mtp_layers)
+    counts = [of_group[chunk] for chunk in range(p.V) for of_group in layers]
+    return [f"blocks.{first}" for first in accumulate(counts[:-1])] if counts[-1] else None
 
 
 def saves_by_op(w: Workload) -> bool:

@@ -106,6 +106,9 @@ def test_a_plan_is_forced_as_it_was_published() -> None:
     assert (options.pp, options.chunks, options.schedule, options.microbatches) == (12, 1, "1f1b", 128)
     assert (options.recompute, options.precision) == ("full", "bf16")
     assert options.stage_boundaries == [f"blocks.{i}" for i in range(5, 66, 6)]
+    several = forced_options(row_workload(SAMPLE["dgxc_v25.04_llama-3-1-70b-bf16_256"]))
+    assert (several.pp, several.chunks) == (4, 5)
+    assert several.stage_boundaries == [f"blocks.{i}" for i in range(4, 80, 4)]
     fsdp = forced_options(row_workload(SAMPLE["mosaic_70b_s2048_g64_a100_80gb_bf16_mb8"]))
     assert (fsdp.mesh, fsdp.strategy, fsdp.pp, fsdp.microbatches) == ({"dp": 64}, "zero3", 1, 4)
     experts = forced_options(
