@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from autopar.counter import ByteCounter
-from autopar.ir.lines import Compute, Function, Ref
+from autopar.ir.lines import Compute, Convert, Function, Line, Ref, Start, Wait
 from autopar.ir.mesh import Mesh
+from autopar.ir.steps import Step
 from autopar.passes.memory.probe import Probe
 from autopar.passes.memory.tape import NOTHING, LiveValue, Machine, Tape, dropped_after, play, tape
 from autopar.passes.played.tensors import Effect, Layout, Out
@@ -120,7 +121,7 @@ def line(out: str, op: str, **kwargs: object) -> Compute:
     return Compute(op, {k: Ref(v) if isinstance(v, str) else v for k, v in kwargs.items()}, outs=(out,))
 
 
-def function(args: str, lines: Sequence[Compute], returns: Sequence[str | None]) -> Function:
+def function(args: str, lines: Sequence[Line], returns: Sequence[str | None]) -> Function:
     return Function("f", tuple(args.split()), tuple(lines), tuple(returns))
 
 
@@ -234,6 +235,28 @@ def test_the_second_of_two_calls_stands_on_what_the_first_returned() -> None:
     (first,) = play(machine, played, [x])
     play(machine, played, [first.block])
     assert (machine.alive, machine.top) == (3 * B, 4 * B)
+
+
+@pytest.mark.parametrize(("kind", "received"), [("all_reduce", B), ("all_gather", 2 * B), ("reduce_scatter", B // 2)])
+def test_what_is_sent_is_held_until_its_message_has_arrived(kind: str, received: int) -> None:
+    """a is read last where its message sets out: d is made beside x, a, the message's result and c. Then a goes, and f is made
+    beside x, s, d and e."""
+    sent = Convert("a", Step(kind, "tp", *([0] if kind != "all_reduce" else [])), outs=("s",))
+    lines = [
+        line("a", "aten.relu.default", self="x"),
+        Start(sent, outs=("h",)),
+        line("c", "aten.neg.default", self="x"),
+        line("d", "aten.neg.default", self="c"),
+        Wait("h", sent, outs=("s",)),
+    ]
+    more = [line("e", "aten.neg.default", self="d"), line("f", "aten.neg.default", self="e")]
+    tops = []
+    for of in (function("x", lines, ["s", "d"]), function("x", [*lines, *more], ["s", "d", "f"])):
+        machine = Machine()
+        (x,) = held(machine, B)
+        play(machine, tape(of, of.returns, [X], Probe(Mesh.of(tp=2))), [x])
+        tops.append(machine.top)
+    assert tops == [4 * B + received] * 2
 
 
 # --- against real tensors
