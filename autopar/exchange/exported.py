@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autopar.compiled import Compiled, Prediction
-from autopar.errors import AutoparError, EmitError
+from autopar.errors import AutoparError, EmitError, InputError
 from autopar.exchange.formats import format_named
 from autopar.exchange.from_plan import counts_over_the_batch, facts_of, layout_of
 from autopar.exchange.keys import Facts, Written
@@ -83,8 +83,18 @@ def exchangeable(program: Compiled) -> Exchangeable:
 
 def write_plan(plan: Exchangeable, name: str, path: Path, unpriced: str) -> Exported:
     """Write a plan in a format. path: a folder, or the file itself where there is one file alone; unpriced: why what it costs is
-    not known. Raises InputError for an unknown format, EmitError where files cannot be written."""
-    written = format_named(name).write(plan.layout, plan.facts)
+    not known. Raises InputError for an unknown format, or stages on other numbers of ranks than each other where the format has
+    stages; EmitError where files cannot be written."""
+    write = format_named(name).write
+    try:
+        written = write(plan.layout, plan.facts)
+    except InputError as error:
+        if plan.layout.ranks in (None, plan.facts.ranks):
+            raise
+        raise InputError(
+            f"{name} has one mesh for all stages, and this plan's stages are on other numbers of ranks than each other; compile "
+            "with Options(pp=1), or with pp and the mesh of every stage (Options.mesh), and export that"
+        ) from error
     files = write_files(written, path)
     not_carried = (*plan.apart, *written.not_carried)
     near = differences(written.carried)

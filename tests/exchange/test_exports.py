@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import json
 import os
@@ -17,6 +18,7 @@ from torch import nn
 import autopar
 from autopar.cli.export import main
 from autopar.errors import InputError
+from autopar.exchange.exported import exchangeable, write_plan
 from autopar.exchange.formats import FORMATS
 from autopar.exchange.from_plan import layout_of
 from autopar.exchange.layout import StageUnits
@@ -132,6 +134,15 @@ def test_a_layout_that_says_the_plan_costs_what_the_plan_does(tmp_path: Path) ->
     assert exported.exported is not None
     assert exported.exported.step_time_s == pytest.approx(exported.plan.step_time_s)
     assert exported.exported.peak_bytes == pytest.approx(exported.plan.peak_bytes)
+
+
+def test_stages_on_other_numbers_of_ranks_are_refused_by_formats_that_have_stages(tmp_path: Path) -> None:
+    options = autopar.Options(pp=2, microbatches=4, stage_boundaries=["blocks.2"], idle_ranks=False)
+    plan = exchangeable(compiled_zoo(LLAMA, 2, options=options))
+    unequal = dataclasses.replace(plan, facts=dataclasses.replace(plan.facts, ranks=3))
+    with pytest.raises(InputError, match=r"one mesh for all stages.*Options\(pp=1\)"):
+        write_plan(unequal, "megatron", tmp_path, "")
+    assert write_plan(unequal, "fsdp2", tmp_path, "").layout.ranks == 3
 
 
 def test_an_unknown_format_is_refused(llama: autopar.Program, tmp_path: Path) -> None:
