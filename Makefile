@@ -4,12 +4,12 @@
 #   TORCH_INDEX=URL     an extra package index with CPU builds of torch (see the install page of pytorch.org); without
 #                       it pip takes the torch it finds, which on Linux may be the larger CUDA build: both work
 #   PY=/path/to/python  use this interpreter as it is, and make no .venv
-#   JOBS=4              test processes
+#   JOBS=4              test processes (3: some wait for processes of their own)
 #   ARGS=--rehearse     of `make gpu`
 
 PYTHON ?= python3
 TORCH_INDEX ?=
-JOBS ?= 2
+JOBS ?= 3
 VENV := .venv
 STAMP := $(VENV)/.installed
 
