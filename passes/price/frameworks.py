@@ -10,7 +10,7 @@ gradient as it reads, and products of one input are made at once (`side_by_side.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -142,8 +142,9 @@ def conversions(function: Function, forward: Function | None, pricer: Pricer) ->
     """
     software, mesh = pricer.software, pricer.mesh
     again = {out for line in forward.lines for out in line.outs} if forward is not None else set()
-    layers, of_keys = any(_of_weights(line) for line in function.lines), _of_keys(function, mesh)
-    for out, message in _messages(function, mesh):
+    layers, sent = any(_of_weights(line) for line in function.lines), _messages(function, mesh)
+    of_keys = _of_keys(function, sent)
+    for out, message in sent:
         overlap = message.purpose.overlap if layers else ""
         if out in of_keys.values:
             continue
@@ -154,20 +155,20 @@ def conversions(function: Function, forward: Function | None, pricer: Pricer) ->
         yield Purpose(message.axis, overlap), message.seconds(pricer)
     messages = of_keys.messages
     if forward is not None and software.regathers and layers:
-        of_keys = _of_keys(forward, mesh)
+        sent = _messages(forward, mesh)
+        of_keys = _of_keys(forward, sent)
         messages += tuple(message for message in of_keys.messages if message.kind == "all_gather")
-        for out, message in _messages(forward, mesh):
+        for out, message in sent:
             if message.kind == "all_gather" and out not in of_keys.values:
                 yield Purpose(message.axis, BEHIND_PRODUCTS), message.seconds(pricer)
     yield from ((Purpose(message.axis, CP_EXPOSED), message.seconds(pricer)) for message in messages)
 
 
-def _messages(function: Function, mesh: Mesh) -> Iterator[tuple[str, Message]]:
+def _messages(function: Function, mesh: Mesh) -> list[tuple[str, Message]]:
     """The messages of a function's conversions, with what these make."""
     held = function.local_bytes(mesh)
-    for line in function.lines:
-        for message in conversion_messages(line, held, mesh) if isinstance(line, Convert) else ():
-            yield line.outs[0], message
+    converts = (line for line in function.lines if isinstance(line, Convert))
+    return [(line.outs[0], message) for line in converts for message in conversion_messages(line, held, mesh)]
 
 
 @dataclass(frozen=True)
@@ -178,8 +179,9 @@ class _Keys:
     values: frozenset[str]
 
 
-def _of_keys(function: Function, mesh: Mesh) -> _Keys:
-    """The messages of a function that attention waits for, or waits for attention, apart from exchanges of heads."""
+def _of_keys(function: Function, converted: Sequence[tuple[str, Message]]) -> _Keys:
+    """The messages of a function that attention waits for, or that wait for attention, apart from exchanges of heads.
+    converted: those of its conversions, as of `_messages`."""
     messages: list[Message] = []
     values: set[str] = set()
     value_of = {line.outs[0]: line.value for line in function.lines if isinstance(line, Convert)}
@@ -189,7 +191,7 @@ def _of_keys(function: Function, mesh: Mesh) -> _Keys:
         nbytes: dict[tuple[str, str], float] = {}
         for sent in line.sent:
             nbytes[sent.kind, sent.axis] = nbytes.get((sent.kind, sent.axis), 0.0) + sent.times * float(sent.nbytes)
-        for out, message in _messages(function, mesh):
+        for out, message in converted:
             if message.kind != "all_to_all" and (out in set(line.reads()) or value_of[out] in line.outs):
                 values.add(out)
                 key = message.kind, message.axis

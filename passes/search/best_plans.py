@@ -152,7 +152,7 @@ def _kinds(search: PipelineSearch, short_memory: ShortMemorySearch) -> Iterator[
     if is_lean and not pipelines_first:
         yield lean
     if stages:
-        yield "pipelines", lambda best_s: _pipelines(search, WORTH_STAGES * best_s)
+        yield pipelines[0], lambda best_s: _pipelines(search, WORTH_STAGES * best_s)
         yield "branches side by side", lambda best_s: search_branches(submeshes.copy(), WORTH_STAGES * best_s)
     if is_lean and pipelines_first:
         yield lean
