@@ -131,6 +131,23 @@ def test_lines_that_get_no_better_end_the_walk() -> None:
     assert asked < of
 
 
+def test_meshes_that_were_tried_before_are_no_finer_ones() -> None:
+    """Where a batch has few rows, meshes of three axes are among the first: they have their seconds, and are not asked again."""
+    few_rows = ClusterSpec.preset("dgx-h100", nodes=4)
+    first = {mesh: 1.0 / mesh.axes[-1][1] for mesh in candidate_meshes(few_rows, Options(), rows=2)}
+    meshes = finer_meshes(few_rows, Options(), "cp", 32, rows=2)
+    assert first.keys() & set(meshes)
+    asked: list[Mesh] = []
+
+    def seconds(mesh: Mesh) -> float:
+        asked.append(mesh)
+        return 2.0
+
+    found = walked(meshes, first, seconds)
+    assert found.keys() == set(asked)
+    assert not found.keys() & first.keys()
+
+
 def test_choices_of_ops_are_those_of_all_axes_and_plans() -> None:
     one = mixture(mesh={"dp": 64}).plan.stages[0]
     taken = taken_by([one])
