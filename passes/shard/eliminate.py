@@ -26,6 +26,9 @@ MOST = 2_000_000
 MANY = 8
 """States per variable, on average, from which tables are taken to be too large without a look."""
 
+WIDEST = 27
+"""How many numbers the largest table has at most, as a power of two: a gigabyte of them."""
+
 _PARTS = 1 << 20
 """Sizes of tables are counted in so many parts of a bit: whole numbers, whose sums are the same in any order."""
 
@@ -40,7 +43,7 @@ def elimination_order(
     variable with one state is no part of it. most: numbers in all tables that are worth it (None: as many as always are)."""
     if most is None and sum(sizes.values()) > MANY * len(sizes):
         return None
-    order, kept = order_beside(sizes, near, {v: i for i, v in enumerate(near)}, math.inf, most or MOST)
+    order, kept = order_beside(sizes, near, {v: i for i, v in enumerate(near)}, WIDEST, most or MOST)
     return None if kept else order
 
 

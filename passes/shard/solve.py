@@ -33,6 +33,7 @@ ROUGH = 1e-3  # `close` from which on a solution is an estimate: no MIP, and no 
 _FREE = 0.1  # of `close`: how close an estimate is where memory is no matter
 NARROW = 6  # variables per step of a sweep of messages up to which what a step takes is not what its numbers take
 _PER_STEP = 200_000  # numbers in tables, as many as are eliminated while ten rounds of messages take a step
+_PER_VARIABLE = 6_000  # the same while LP and MIP take a binary variable of theirs
 _ROW_SHARE = 0.05  # of the time that is left: what a row for memory may take to better a plan by memory's price
 
 
@@ -159,9 +160,10 @@ def priced(
 
 
 def _exact(r: Reduced, deadline: float) -> tuple[list[int] | None, float, dict[str, int]]:
-    """The optimum of what is left as a full assignment; its proven bound; the size of what was left. By elimination where the
-    tables are small, else by LP and MIP."""
-    if (optimum := _by_elimination(r)) is not None:
+    """The optimum of what is left as a full assignment; its proven bound; the size of what was left. By elimination where that
+    is quicker than LP and MIP."""
+    worth = _PER_VARIABLE * r.size["variables"]
+    if (optimum := _by_elimination(r) or _by_elimination(r, worth)) is not None:
         return optimum
     answer = solve_ilp(r, None, max(deadline - time.monotonic(), 1.0))
     if answer.chosen is None:

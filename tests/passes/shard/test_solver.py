@@ -21,7 +21,17 @@ from autopar.passes.shard.messages import Passing, bound
 from autopar.passes.shard.padded import padded_states
 from autopar.passes.shard.polish import polished
 from autopar.passes.shard.reduce import copy_of, reduce_graph, restore, start
-from autopar.passes.shard.solve import Shortage, Solution, _along_chains, _prune, better_within, greedy, priced, solve
+from autopar.passes.shard.solve import (
+    Shortage,
+    Solution,
+    _along_chains,
+    _exact,
+    _prune,
+    better_within,
+    greedy,
+    priced,
+    solve,
+)
 
 NEVER = 1e9
 """A deadline that does not come."""
@@ -54,7 +64,11 @@ def random_graph(
 @contextmanager
 def by_messages() -> Iterator[None]:
     """No graph is solved by elimination alone."""
-    with mock.patch.object(eliminate, "MOST", 0), mock.patch.object(solving, "NARROW", 0):
+    with (
+        mock.patch.object(eliminate, "MOST", 0),
+        mock.patch.object(solving, "NARROW", 0),
+        mock.patch.object(solving, "_PER_VARIABLE", 0),
+    ):
         yield
 
 
@@ -141,6 +155,23 @@ def test_long_and_narrow_graphs_cost_what_they_do_by_messages(seed: int) -> None
     assert isinstance(passed, Solution)
     assert alone.cost == pytest.approx(passed.cost, rel=1e-6)
     assert alone.gap == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_messages_leave_open_is_eliminated_where_the_mip_would_take_longer(seed: int) -> None:
+    """The tables of a graph of few variables with many states have fewer numbers than branches of the MIP would read, if there is
+    memory for each."""
+    graph = random_graph(seed, nodes=8, states=16, density=0.5)
+    left = reduce_graph(start(graph))
+    with mock.patch.object(solving, "solve_ilp", side_effect=AssertionError("no LP")):
+        choice, value, _ = _exact(copy_of(left), NEVER)
+    with mock.patch.object(eliminate, "WIDEST", 4):
+        by_mip, bound_s, size = _exact(copy_of(left), NEVER)
+    assert size["variables"] > 1
+    assert choice is not None
+    assert by_mip is not None
+    assert graph.value(choice) == pytest.approx(value, abs=1e-9)
+    assert bound_s <= value * (1 + 1e-9) <= graph.value(by_mip) * (1 + 2e-9)
 
 
 def test_wide_graphs_are_left_to_messages() -> None:
