@@ -322,10 +322,15 @@ class CutSearch:
             0.0,
             *held_apart(task, V),
             no_idle=True,
-            link_groups=tuple(
-                level.starts or tuple(range(0, task.cluster.size, level.group_size)) for level in task.cluster.levels
-            ),
+            link_groups=self._link_groups(task),
         )
+
+    @staticmethod
+    def _link_groups(task: Task) -> tuple[tuple[int, ...], ...]:
+        """By level the first rank of every group that its links join; none where the mesh of all stages is given, as it is known
+        then where each of them lies."""
+        levels = task.cluster.levels if task.options.mesh is None else ()
+        return tuple(level.starts or tuple(range(0, task.cluster.size, level.group_size)) for level in levels)
 
     def _problems(
         self, task: Task, plans: list[SubmeshPlan], M: int, chunks: int | None

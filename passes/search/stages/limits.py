@@ -34,18 +34,20 @@ def check_pipeline_options(task: Task) -> None:
     """Raises InputError for more stages than there are places to cut, unknown schedules and boundaries, and for several stages
     per group where devices differ."""
     options = task.options
-    most = len(cut_points(task.program)) + 1
-    want = (options.pp or 1) * (options.chunks or 1)
-    if want > most or (options.pp or 1) > task.cluster.size:
-        raise InputError(
-            f"Options ask for {want} stages; this model can be cut into {most} at most (its blocks: "
-            f"{', '.join(dict.fromkeys(c.path for c in task.program.calls if c.path))}), and the cluster has "
-            f"{task.cluster.size} ranks; ask for fewer"
-        )
     if options.schedule not in ("auto", *SCHEDULES):
         raise InputError(
             f"Options.schedule {options.schedule!r} is unknown; choose auto or one of {', '.join(SCHEDULES)}"
             f"{did_you_mean(options.schedule, SCHEDULES)}"
+        )
+    most, groups = len(cut_points(task.program)) + 1, options.pp or 1
+    each = (_chunks(options) or 1) if asks_for_pipeline(options) else 1
+    if groups * each > most or groups > task.cluster.size:
+        why = "Options.chunks" if options.chunks is not None else f"the schedule {options.schedule}"
+        of_each = f" ({each} on each of {groups} groups of ranks: {why})" if each > 1 else ""
+        blocks = ", ".join(dict.fromkeys(place for c in task.program.calls if (place := c.path or c.start)))
+        raise InputError(
+            f"Options ask for {groups * each} stages{of_each}; this model can be cut into {most} at most (its blocks: {blocks}), "
+            f"and the cluster has {task.cluster.size} ranks; ask for fewer"
         )
     per_group = max(options.chunks or 1, 1 if options.schedule == "auto" else SCHEDULES[options.schedule].stages[0])
     if per_group > 1 and not task.cluster.homogeneous_devices:

@@ -38,7 +38,12 @@ def piped(cluster: int = 4, **options: Any) -> autopar.Program:
             "Options ask for 30 stages; this model can be cut into 8 at most (its blocks: 0, 1, 2, 3, 4, 5)",
         ),
         (4, {"pp": 5}, "Options ask for 5 stages; .* and the cluster has 4 ranks; ask for fewer"),
-        (4, {"pp": 2, "chunks": 20}, "Options ask for 40 stages; this model can be cut into 8 at most"),
+        (4, {"pp": 2, "chunks": 20}, r"Options ask for 40 stages \(20 on each of 2 groups of ranks: Options.chunks\); this"),
+        (
+            8,
+            {"pp": 8, "schedule": "zb-v"},
+            r"Options ask for 16 stages \(2 on each of 8 groups of ranks: the schedule zb-v\); this model can be cut into 8 at",
+        ),
         (4, {"stage_boundaries": ["7.1"]}, "no stage can start at '7.1'; the places are 1, 2, 3, 4, 5"),
         (4, {"stage_boundaries": ["4", "2"]}, "must be in the model's order and differ; they are ['4', '2']"),
         (4, {"stage_boundaries": ["2", "2"]}, "must be in the model's order and differ; they are ['2', '2']"),
