@@ -129,6 +129,13 @@ def test_the_mesh_of_a_stage_can_be_forced() -> None:
 
 
 @pytest.mark.few(1)
+def test_stages_whose_mesh_is_forced_may_lie_across_nodes() -> None:
+    """Four stages of three ranks have one place on nodes of four."""
+    cluster = ClusterSpec.homogeneous(devices=12, device="a100", devices_per_node=4, inter_bandwidth_Bps=3e9)
+    program = tower(cluster, batch=3072, width=1024, pp=4, mesh={"dp": 3})
+    assert [(stage.mesh.offset, stage.mesh.size) for stage in program.plan.stages] == [(0, 3), (3, 3), (6, 3), (9, 3)]
+
+
 @pytest.mark.parametrize(
     "options",
     [
