@@ -25,6 +25,7 @@ from autopar.ir.types import TensorType
 from autopar.ops.labels import Maker
 
 _MOST_ELEMENTS = 1 << 23
+"""Elements of all that a call reads and makes up to which there are experiments, which take seconds there."""
 _MANY_ELEMENTS = 1 << 18
 _SAMPLED = 4
 Tensor = torch.Tensor
@@ -170,7 +171,8 @@ def _places(parts: int) -> list[int]:
 
 def discover(call: OpCall) -> Rule | None:
     """The rule that experiments support, or None when they say nothing."""
-    if not call.operands or sum(t.numel for t in call.operands) > _MOST_ELEMENTS:
+    made = sum(t.numel for t in call.results if t is not None)
+    if not call.operands or sum(t.numel for t in call.operands) + made > _MOST_ELEMENTS:
         return None
     with torch.no_grad():
         trials = _trials(call, wide=True) or _trials(call, wide=False)

@@ -114,6 +114,11 @@ def diagonal(x: Tensor) -> Tensor:
     return x.diagonal() * 2
 
 
+@strange("one_hot_rows(Tensor x, int n) -> Tensor")
+def one_hot_rows(x: Tensor, n: int) -> Tensor:
+    return x[:, None] * torch.ones(n, dtype=x.dtype)
+
+
 @strange("single_precision(Tensor x, Tensor y) -> Tensor")
 def single_precision(x: Tensor, y: Tensor) -> Tensor:
     if x.dtype != torch.float32:
@@ -205,6 +210,17 @@ def test_what_experiment_finds_for_other_torch_ops_holds_on_shards(target: Any, 
     rule = rule_found(case)
     if rule is not None:
         check_everywhere(case, rule)
+
+
+def test_there_are_no_experiments_on_what_takes_long_to_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of a table reads little and makes all of it, hundreds of times in experiments."""
+    case = Case(one_hot_rows, (f(64), 4096), {})
+    node, _ = as_node(case, case.whole())
+    call = op_call(node)
+    assert discover(call) is not None
+    monkeypatch.setattr(discovery, "_MOST_ELEMENTS", 64 * 4096)
+    monkeypatch.setattr(discovery, "run_call", lambda *_: pytest.fail("an experiment"))
+    assert discover(call) is None
 
 
 def test_a_rule_by_experiment_is_kept_and_named_and_an_op_without_one_warns_once() -> None:
