@@ -69,12 +69,14 @@ def solve(
     time_limit_s: float = 60.0,
     tie_price: float = 0.0,
     close: float = 1e-4,
+    by_price_alone: bool = False,
 ) -> Solution | Shortage:
     """Minimise cost subject to memory <= budget (bytes; None: no limit).
 
     tie_price: a small price per byte that decides between equally fast plans (a parameter that every use slices for
     free is as fast whole as sharded). The reported cost is without it, the gap is that of the priced objective. close:
-    relative distance to the bound at which memory prices are good enough; from 1e-3 on an estimate is asked for.
+    relative distance to the bound at which memory prices are good enough; from 1e-3 on an estimate is asked for. by_price_alone:
+    whether what memory prices find will do, however far that is from the bound.
     """
     deadline = time.monotonic() + time_limit_s
     least = [int(np.argmin(memory)) for memory in graph.memory]
@@ -92,7 +94,7 @@ def solve(
         return _solution(graph, choice, bound, method, after)
     best, bound, price = _by_price(graph, budget, choice, least, bound, deadline, close)
     solution = _solution(graph, best, bound, "priced memory", after)
-    if close < ROUGH < solution.gap and time.monotonic() < deadline:
+    if not by_price_alone and close < ROUGH < solution.gap and time.monotonic() < deadline:
         best, row_bound, size = by_row(graph, budget, price, best, deadline)
         solution = _solution(graph, best, max(bound, row_bound), "memory row", size)
     return solution

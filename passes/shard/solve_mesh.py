@@ -68,10 +68,10 @@ def solve_mesh(
 
 
 def solve_strategies(
-    on: OnMesh, strategies: Sequence[str], budget: float | None, recompute: str = "none"
+    on: OnMesh, strategies: Sequence[str], budget: float | None, recompute: str = "none", by_price_alone: bool = False
 ) -> list[PricedPlan | Shortage | InfeasibleError | ConstraintError]:
     """The same under every strategy, or why it leaves no choice. The problem is built once: a baseline is that of "auto", where
-    this is the first, with fewer states."""
+    this is the first, with fewer states. by_price_alone: as of `solve`."""
     answers: list[PricedPlan | Shortage | InfeasibleError | ConstraintError] = []
     every: Problem | None = None
     for strategy in strategies:
@@ -81,17 +81,18 @@ def solve_strategies(
                 every = problem if strategy == "auto" else None
             else:
                 problem = every.restricted(Baseline(strategy, on.program, on.pricer.mesh, on.rules).allows)
-            answers.append(_solved(on, problem, strategy, budget))
+            answers.append(_solved(on, problem, strategy, budget, by_price_alone=by_price_alone))
         except (InfeasibleError, ConstraintError) as error:
             answers.append(error)
     return answers
 
 
 def _solved(
-    on: OnMesh, problem: Problem, strategy: str, budget: float | None, close: float = 1e-4
+    on: OnMesh, problem: Problem, strategy: str, budget: float | None, close: float = 1e-4, by_price_alone: bool = False
 ) -> PricedPlan | Shortage:
-    """The best plan of a problem under a strategy; as of `solve_mesh`."""
-    solution = solve(problem.graph, budget, on.options.solver_time_limit_s, 0.02 * on.pricer.copy_s, close)
+    """The best plan of a problem under a strategy; as of `solve_mesh`. by_price_alone: as of `solve`."""
+    limit_s, tie_price = on.options.solver_time_limit_s, 0.02 * on.pricer.copy_s
+    solution = solve(problem.graph, budget, limit_s, tie_price, close, by_price_alone)
     if isinstance(solution, Shortage):
         return solution
     plan = spmd_plan(problem, list(solution.choice), on.pricer.cluster, on.options, _origin(strategy, solution))

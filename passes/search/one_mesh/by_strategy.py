@@ -136,11 +136,14 @@ def _on_meshes(
     """The solver's best plan, then all others by seconds; and whether the strategy that was asked for fell short of the
     budget on a mesh. first: the meshes that are not tried beside others; budgets: bytes by mesh."""
     asked, fell_short = task.options.strategy, False
+    looked_for_again = (
+        task.program.training and task.options.recompute == "auto"
+    )  # where memory decides, with recompute
     candidates: list[PricedPlan] = []
 
     def solved(mesh: Mesh) -> list[PricedPlan | Shortage | InfeasibleError | ConstraintError]:
         strategies = _strategies(asked, mesh, task.layout is not None)
-        return solve_strategies(task.on(mesh), strategies, budgets[mesh], policy)
+        return solve_strategies(task.on(mesh), strategies, budgets[mesh], policy, looked_for_again)
 
     without_choice: list[InfeasibleError | ConstraintError] = []
     with task.workers.answers(solved, budgets) as answers:

@@ -38,7 +38,11 @@ def piped(cluster: int = 4, **options: Any) -> autopar.Program:
             "Options ask for 30 stages; this model can be cut into 8 at most (its blocks: 0, 1, 2, 3, 4, 5)",
         ),
         (4, {"pp": 5}, "Options ask for 5 stages; .* and the cluster has 4 ranks; ask for fewer"),
-        (4, {"pp": 2, "chunks": 20}, r"Options ask for 40 stages \(20 on each of 2 groups of ranks: Options.chunks\); this"),
+        (
+            4,
+            {"pp": 2, "chunks": 20},
+            r"Options ask for 40 stages \(20 on each of 2 groups of ranks: Options.chunks\); this",
+        ),
         (
             8,
             {"pp": 8, "schedule": "zb-v"},
