@@ -80,13 +80,21 @@ class Task:
 
     def limit_at(self, mesh: Mesh) -> float:
         """Bytes that tensors may take on a rank of a mesh, beside what the process takes of the device."""
+        return min(self._room(device, dict(mesh.axes)) for device in self._devices_at(mesh))
+
+    def limit_on_devices(self, mesh: Mesh) -> float:
+        """The same where the options allow more than the devices have, as of a plan that is priced whether it fits or not."""
+        there = (self._room_there(device, dict(mesh.axes)) for device in self._devices_at(mesh))
+        return min(self.limit_at(mesh), *there)
+
+    def _devices_at(self, mesh: Mesh) -> list[DeviceSpec]:
         first_ranks = accumulate((count for count, _ in self.cluster.devices), initial=0)
         end = mesh.offset + mesh.size
-        return min(
-            self._room(device, dict(mesh.axes))
+        return [
+            device
             for first, (count, device) in zip(first_ranks, self.cluster.devices, strict=False)
             if first < end and mesh.offset < first + count
-        )
+        ]
 
     def short_bytes(self, plan: Plan, counted: Account) -> float:
         """Bytes by which a plan breaks the limit of the group that is shortest of memory; none are short up to 0."""
@@ -128,6 +136,9 @@ class Task:
     def _room(self, device: DeviceSpec, axes: Mapping[str, int] | None = None) -> float:
         if self.options.memory_bytes is not None:
             return float(self.options.memory_bytes)
+        return self._room_there(device, axes)
+
+    def _room_there(self, device: DeviceSpec, axes: Mapping[str, int] | None = None) -> float:
         return tensor_room(self.cluster, axes, device, device.memory_bytes * self.options.memory_fraction)
 
     def changed(self, **fields: Any) -> Task:

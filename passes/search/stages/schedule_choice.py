@@ -64,7 +64,9 @@ def scheduled(outlined: OutlinedPlan, draft: Draft, useless_from_s: float = math
     if outlined.apart is None:
         return candidate_under(plan, draft, under(together, build("forward", together.graph, plan.microbatches)))
     _, apart = outlined.apart
-    result = fastest_schedule(draft, apart, together, _limits(plan, draft, apart.graph), useless_from_s)
+    limits_bytes = _limits(plan, draft, apart.graph)
+    there_bytes = [draft.task.limit_on_devices(plan.stages[stages[0]].mesh) for stages in apart.graph.groups]
+    result = fastest_schedule(draft, apart, together, limits_bytes, there_bytes, useless_from_s)
     if isinstance(result, float):
         return result
     name, counted = result
@@ -74,14 +76,21 @@ def scheduled(outlined: OutlinedPlan, draft: Draft, useless_from_s: float = math
 
 
 def fastest_schedule(
-    draft: Draft, apart: Account, together: Account, limits_bytes: list[float], useless_from_s: float = math.inf
+    draft: Draft,
+    apart: Account,
+    together: Account,
+    limits_bytes: list[float],
+    there_bytes: list[float],
+    useless_from_s: float = math.inf,
 ) -> tuple[str, Account] | float:
     """Name and account of the fastest schedule that fits; or how full the fullest group is at least under one that is fast
     enough (over 1; infinite where none is).
 
     apart: what the stages cost with B and W apart; together: with both in one action, as schedules that do not split them
-    have it. limits_bytes: what a rank of every group has. useless_from_s: a schedule that takes so many seconds or more is
-    of no interest; one that takes that in any table of its form is not built, and none is searched where all that fit take it.
+    have it. limits_bytes: what a rank of every group may take; there_bytes: as much of it as its device has, within which
+    timed tables are made where one microbatch fits, as they fill what they are given. useless_from_s: a schedule that takes
+    so many seconds or more is of no interest; one that takes that in any table of its form is not built, and none is
+    searched where all that fit take it.
     """
     best: tuple[str, Account] | None = None
     least = no_room = math.inf
@@ -90,7 +99,9 @@ def fastest_schedule(
     least_s = {True: _least_step_s(apart), False: _least_step_s(together)}
     within_s = _least_step_s(apart, limits_bytes)
     costs = ActionCosts(apart.seconds, apart.hand_over)
-    rooms = [room, replace(room, bound=tuple(_LESS_ROOM * nbytes for nbytes in room.bound))]
+    there = _room(apart.graph, apart, there_bytes)
+    filled = there if _full_with_one(apart.graph, there_bytes, there) <= 1 else room
+    rooms = [filled, _less(apart.graph, filled)]
     for name, space in [(n, r) for n in schedule_names(draft.task, draft) for r in rooms[: 1 + schedule_row(n).timed]]:
         to_beat_s = useless_from_s if best is None else best[1].step_time_s * (1 - _FASTER)
         row = schedule_row(name)
@@ -194,6 +205,12 @@ def _room(graph: StageGraph, counted: Account, limits: list[float]) -> MemoryRoo
         sent = [m.sent for s in stages if memory[s].runs_ahead for kind in "FBW" for m in _moments(memory[s], kind)]
         bound.append(limit - resting - beside - most_sends(len(graph.groups)) * max(sent, default=0.0))
     return MemoryRoom(tuple(bound), after_F, after_B)
+
+
+def _less(graph: StageGraph, room: MemoryRoom) -> MemoryRoom:
+    """A little less of a room, in which one microbatch fits if it does in the room."""
+    groups = zip(graph.groups, room.bound, strict=True)
+    return replace(room, bound=tuple(max(_LESS_ROOM * n, min(n, room.least(stages))) for stages, n in groups))
 
 
 def _full_with_one(graph: StageGraph, limits: list[float], room: MemoryRoom) -> float:

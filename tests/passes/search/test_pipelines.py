@@ -98,6 +98,13 @@ def test_given_stages_get_the_microbatches_that_are_best_for_them() -> None:
     assert not list(again(0.9 * best.step_s))
 
 
+def test_a_timed_table_fits_the_devices_where_a_limit_allows_more_than_they_have() -> None:
+    device = replace(nodes(5e9).device(0), memory_bytes=14e9)
+    cluster = ClusterSpec.homogeneous(devices=2, device=device, devices_per_node=2, intra_bandwidth_Bps=3e11)
+    asked = {"batch": 1 << 19, "pp": 2, "microbatches": 16, "schedule": "zb-auto", "memory_bytes": 1e15}
+    assert tower(cluster, **asked).predicted.peak_bytes < 14e9  # type: ignore[arg-type]
+
+
 @pytest.mark.slow
 def test_fast_links_need_no_pipeline() -> None:
     assert tower(nodes(3e11)).pp == 1

@@ -56,8 +56,9 @@ def chosen(
     schedule: str = "auto",
     useless_from_s: float = math.inf,
     memory: Callable[[bool], StageMemory] = memory,
+    there: float = math.inf,
 ) -> tuple[str, Any] | float:
-    """The schedule that a chain of equal stages gets, whose F, B and W take a second each."""
+    """The schedule that a chain of equal stages gets, whose F, B and W take a second each. there: bytes of a device."""
     graph = StageGraph.chain(groups)
     second = Work(computed_s=1.0)
 
@@ -69,8 +70,9 @@ def chosen(
         counted = StageAccount(Later(lambda: StagePrice(bill, seconds, 0.0)), bytes_held, nothing_sent)
         return Account((counted,) * groups, (), graph, {}, M, 1.0, NEUTRAL)
 
+    limits_bytes, there_bytes = [limit] * groups, [min(limit, there)] * groups
     result = fastest_schedule(
-        draft(groups, limit, schedule), account(True), account(False), [limit] * groups, useless_from_s
+        draft(groups, limit, schedule), account(True), account(False), limits_bytes, there_bytes, useless_from_s
     )
     return result if isinstance(result, float) else (result[0], result[1].table)
 
@@ -106,6 +108,16 @@ def test_what_a_searched_table_may_fill_is_filled() -> None:
     result = chosen(3, 40.0, "zb-auto", memory=recomputing)
     assert not isinstance(result, float)
     assert max(in_flight(result[1], StageGraph.chain(3))) == 3
+
+
+def test_a_searched_table_fills_no_more_than_devices_have_unless_nothing_fits_there() -> None:
+    """Where any memory is allowed, 4 microbatches are in flight in it, and as many as a device has room for on that device."""
+    held = [
+        max(in_flight(result[1], StageGraph.chain(3)))
+        for there in (math.inf, 40.0, 33.0, 30.0)
+        if not isinstance(result := chosen(3, 1e9, "zb-auto", memory=recomputing, there=there), float)
+    ]
+    assert held == [4, 3, 1, 4]
 
 
 def test_where_no_searched_table_fits_it_is_told_how_full_one_microbatch_makes_a_group() -> None:
