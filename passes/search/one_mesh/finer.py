@@ -47,8 +47,8 @@ def finer_meshes_of(task: Task, ranks: int, rows: int | None = None) -> list[Mes
 
 
 def walked(meshes: Sequence[Mesh], first: Mapping[Mesh, float], seconds: Seconds) -> dict[Mesh, float]:
-    """The finer meshes that the walk comes to, with their seconds. meshes: all of them; first: the seconds of the meshes that were
-    tried before, some of which may be among the finer ones."""
+    """The finer meshes that the walk comes to, with their seconds. meshes: all of them; first: the seconds of the meshes that
+    were tried before, some of which may be among the finer ones."""
     lines: dict[int, list[Mesh]] = defaultdict(list)
     for mesh in sorted(meshes, key=lambda mesh: mesh.axes[1][1]):
         lines[math.prod(_sizes(mesh)[2:])].append(mesh)
