@@ -34,7 +34,7 @@ from autopar.passes.batch.prologue import Place
 from autopar.passes.rules.book import RuleBook
 
 State = Literal["whole", "shard", "sum", "max", "min", "unknown"]
-"""Of a value that is made of what must be known beforehand, and is not yet, *unknown*: the next pass says what it is."""
+"""A value is *unknown* while what it is made of must be known beforehand, and is not yet: the next pass says what it is."""
 COTANGENTS = ("g", "grad", "grad_out", "grad_output", "grad_w")
 """Arguments of backward ops that are gradients of their forward's result, in which every backward is linear."""
 OF_GRADIENT: dict[State, State] = {
