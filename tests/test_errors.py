@@ -160,6 +160,20 @@ def test_a_batch_that_cannot_be_cut(ranks: int, options: dict, says: str) -> Non
     assert says in message(InputError, lambda: build(cluster=ranks, options=Options(**options)))
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"axes": {"dp": 2, "tp": 2}, "pp": 1}, "dp=2, tp=2 takes 4 ranks, the cluster has 8; choose other sizes"),
+        (
+            {"axes": {"dp": 2, "tp": 1}, "pp": 2},
+            "dp=2, tp=1, pp=2 takes 4 ranks, the cluster has 8; choose other sizes",
+        ),
+    ],
+)
+def test_sizes_that_leave_ranks_over(options: dict[str, Any], says: str) -> None:
+    assert message(InputError, lambda: build(cluster=8, options=Options(**options))) == says
+
+
 def test_a_mesh_that_does_not_multiply_to_the_ranks() -> None:
     text = message(InputError, lambda: build(cluster=4, options=Options(mesh={"dp": 3})))
     assert text == "Options.mesh {'dp': 3} has 3 ranks, the cluster has 4; make the axis sizes multiply to 4"

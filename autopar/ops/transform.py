@@ -8,7 +8,7 @@ from autopar.ops.labels import Maker, all_float, leading, reduced_dims
 from autopar.ops.registry import register
 
 
-@register("aten._fft_r2c", "aten._fft_c2c", "aten._fft_c2r")
+@register("aten._fft_r2c", "aten._fft_c2c", "aten._fft_c2r", linear=lambda call: [{0}])
 def fourier(call: OpCall) -> Rule:
     """Transformed dims stay whole (and may change size), the others pass."""
     make = Maker()
@@ -17,7 +17,7 @@ def fourier(call: OpCall) -> Rule:
     return make.rule([labels], [labels])
 
 
-@register("aten.view_as_real", "aten.view_as_complex", free=True)
+@register("aten.view_as_real", "aten.view_as_complex", free=True, linear=lambda call: [{0}])
 def complex_view(call: OpCall) -> Rule:
     """A last dim of two numbers is or was a complex one."""
     return leading(call, min(len(call.shapes[0]), len(call.out_shapes[0] or ())))

@@ -34,12 +34,14 @@ def check_axes(options: Options, ranks: int) -> None:
     if options.axes is None:
         return
     wanted, stages = prod(options.axes.values()), options.pp or 1
-    if ranks % wanted or ranks < wanted * stages:
+    all_named = options.pp is not None and {"dp", "tp"} <= options.axes.keys()
+    if ranks % wanted or ranks < wanted * stages or (all_named and ranks > wanted * stages):
         sizes = dict(options.axes) | ({"pp": stages} if stages > 1 else {})
         words = ", ".join(f"{axis}={n}" for axis, n in sizes.items())
-        raise InputError(
-            f"{words} takes a multiple of {wanted} ranks, at least {wanted * stages}, the cluster has {ranks}; choose other sizes"
+        number = (
+            f"{wanted * stages} ranks" if all_named else f"a multiple of {wanted} ranks, at least {wanted * stages}"
         )
+        raise InputError(f"{words} takes {number}, the cluster has {ranks}; choose other sizes")
 
 
 def check_precision(precision: str | None, cluster: ClusterSpec) -> None:

@@ -86,6 +86,7 @@ def _join(program: Program, batch: Batched, k: int, state: State) -> Join:
     if ref.kind == "input":
         dim = program.batch_dims[ref.index]
         return Join("same") if dim is None else Join("cat", dim)
+    assert state != "unknown", "the last pass knows every state"
     if state != "shard":
         return Join("same" if state == "whole" else state)
     template = program.template_of(program.calls[ref.index])

@@ -33,10 +33,18 @@ from autopar.passes.batch.dims import Dims, Part, batch_dims, factor_of, part_in
 from autopar.passes.batch.prologue import Place
 from autopar.passes.rules.book import RuleBook
 
-State = Literal["whole", "shard", "sum", "max", "min"]
+State = Literal["whole", "shard", "sum", "max", "min", "unknown"]
+"""A value is *unknown* while what it is made of must be known beforehand, and is not yet: the next pass says what it is."""
 COTANGENTS = ("g", "grad", "grad_out", "grad_output", "grad_w")
 """Arguments of backward ops that are gradients of their forward's result, in which every backward is linear."""
-OF_GRADIENT: dict[State, State] = {"shard": "shard", "whole": "sum", "sum": "whole", "max": "whole", "min": "whole"}
+OF_GRADIENT: dict[State, State] = {
+    "shard": "shard",
+    "whole": "sum",
+    "sum": "whole",
+    "max": "whole",
+    "min": "whole",
+    "unknown": "unknown",
+}
 
 
 @dataclass(frozen=True)
@@ -177,7 +185,7 @@ class _CallPass:
         for value, ref in zip(template.inputs, self.call.inputs, strict=True):
             self.states[value] = self.whole.of(ref)
             self.plain[value] = self.whole.depends_on_inputs_alone(ref)
-            if (self.states[value] == "shard") != (value in self.dims):
+            if self.states[value] != "unknown" and (self.states[value] == "shard") != (value in self.dims):
                 self._couples(f"takes {_described(self.whole.program, ref)} along the batch, which has no batch dim")
         late = [n for n in template.ops if n.meta["phase"] != "F"]
         for node in template.ops:
@@ -200,7 +208,7 @@ class _CallPass:
 
     def _gradient(self, place: ResultShare, grad: str | None, wanted: State) -> None:
         """Make the gradient that the call returns at a place one of the wanted state, by shares of it where it is whole."""
-        if grad is None or self.states[grad] == wanted:
+        if grad is None or self.states[grad] == wanted or "unknown" in (self.states[grad], wanted):
             return
         if (self.states[grad], wanted) != ("whole", "sum"):
             self._couples(f"has a gradient {grad} that is {self.states[grad]} where it should be {wanted}")
@@ -210,6 +218,10 @@ class _CallPass:
         call = self.template.op_calls[node.name]
         rule = self.whole.rules.rule(call)
         reads, results = operand_values(node), result_values(node)
+        if any(self.states[v] == "unknown" for v in reads):
+            self.states |= dict.fromkeys(results.values(), "unknown")
+            self.plain |= dict.fromkeys(results.values(), False)
+            return
         held = self._factor(node, rule, reads, results)
         plain = node.meta["phase"] == "F" and not self.template.random and all(self.plain[v] for v in reads)
         states = self._together(node, call, rule, reads) if held is None else self._sharded(node, rule, reads, *held)
@@ -252,10 +264,11 @@ class _CallPass:
     def _sharded(self, node: fx.Node, rule: Rule, reads: list[str], factor: str, part: Part) -> list[State]:
         """Results of an op on a shard: every operand that has the factor must be one along it."""
         regroups = (definition := find(op_name(node.target))) is not None and definition.canonical == "regroup"
+        terms = [value for value in reads if self.states[value] not in ("shard", "whole")]
+        if terms:
+            return self._known_first(node, rule, terms)
         for k, (value, labels) in enumerate(zip(reads, rule.operands, strict=True)):
             state = self.states[value]
-            if state not in ("shard", "whole"):
-                self._must_be_known(node, [value])
             expected = _ends(_places(labels, factor, part, rule))
             if expected != _ends(self.dims.get(value, {}) if state == "shard" else {}):
                 self._couples(f"takes {value} along the batch, which has no batch dim (operand {k})", node)
@@ -280,13 +293,12 @@ class _CallPass:
             return [self.states[reads[0]]]
         for k in terms:
             if self.states[reads[k]] != "sum":
-                self._must_be_known(node, [reads[k]])
-                return ["whole"] * len(call.results)
+                return self._known_first(node, rule, [reads[k]])
         for group in (*rule.linear, *_more_linear(call)):
             rest = [reads[k] for k in terms - group]
             if all(self.plain[v] for v in rest) and terms & group:
                 if rest:
-                    self._must_be_known(node, rest)
+                    return self._known_first(node, rule, rest)
                 shared = group - terms
                 if all(call.operands[k].is_float for k in shared):
                     self.shares |= {OperandShare(node.name, k) for k in shared}
@@ -295,16 +307,16 @@ class _CallPass:
         if scalar is not None:
             self.shares.add(OperandShare(node.name, scalar))
             return ["sum"] * len(call.results)
-        self._must_be_known(node, [reads[k] for k in terms])
-        return ["whole"] * len(call.results)
+        return self._known_first(node, rule, [reads[k] for k in terms])
 
-    def _must_be_known(self, node: fx.Node, values: list[str]) -> None:
-        """Sums `values` are needed before the op: beforehand, where they depend on inputs alone."""
+    def _known_first(self, node: fx.Node, rule: Rule, values: list[str]) -> list[State]:
+        """Results of an op that needs the sums `values` beforehand, which is where these depend on inputs alone."""
         self.waits = True
         for value in values:
             if not self.plain[value] or self.states[value] == "shard":
                 self._couples("needs a sum over all samples of the batch first", node)
             self.whole.wanted[self._place(value)] = self.states[value]
+        return ["unknown"] * len(rule.results)
 
     def _place(self, value: str) -> Place:
         """The call, and the value of it, that a sum comes from."""

@@ -180,8 +180,8 @@ def needs_data(error: Exception) -> bool:
 def _what(numbered: WholeLine) -> Hashable:
     """The part of a line that its effect on operands of given layouts follows from."""
     match numbered:
-        case Convert(step=step):
-            return step
+        case Convert(step=step, whole=whole):
+            return step, whole
         case Compute(op=op, kwargs=kwargs, carried=carried):
             return op, carried, _frozen(kwargs)
         case Cut(dim=dim) | Join(dim=dim):

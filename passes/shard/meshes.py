@@ -91,13 +91,15 @@ def _fast(cluster: ClusterSpec, ranks: int) -> int:
 
 
 def _with_axes(axes: Mapping[str, int], ranks: int, inner: Sequence[int]) -> Iterator[Mesh]:
-    """The meshes of so many ranks whose axes have these sizes; `tp` takes one of `inner` and `dp` the rest where they are not
-    named. None where that leaves ranks over."""
+    """The meshes of so many ranks whose axes have these sizes; where they are not named `tp` takes one of `inner`, or all that
+    is left of a `dp` that is, and `dp` the rest. None where that leaves ranks over."""
     rest, over = divmod(ranks, math.prod(axes.values()))
-    for k in (1,) if "tp" in axes else inner:
+    if over or not rest:
+        return
+    for k in (1,) if "tp" in axes else (rest,) if "dp" in axes else inner:
         free = {"dp": rest // k, "tp": k}
         sizes = {name: axes.get(name, free.get(name, 1)) for name in MESH_AXES}
-        if not over and math.prod(sizes.values()) == ranks:
+        if math.prod(sizes.values()) == ranks:
             yield Mesh.of(**({name: n for name, n in sizes.items() if n > 1} or {"dp": 1}))
 
 

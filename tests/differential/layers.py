@@ -267,6 +267,8 @@ TRANSFORMED: dict[str, Layer] = {
     "fft": lambda m, x: torch.fft.fft(x).abs(),
     "rfft": lambda m, x: torch.view_as_real(torch.fft.rfft(x)),
     "rfft and back": lambda m, x: torch.fft.irfft(torch.fft.rfft(x) * m.spectrum, n=W),
+    "complex weights": lambda m, x: torch.fft.irfft(torch.fft.rfft(signal(x)) * torch.view_as_complex(m.filters)),
+    "convolution by a spectrum": lambda m, x: torch.fft.irfft(torch.fft.rfft(x) * torch.fft.rfft(m.bias)),
     "fft2": lambda m, x: torch.fft.fft2(x.reshape(-1, 3, 4)).real,
     "ifft": lambda m, x: torch.fft.ifft(torch.fft.fft(x) * 1j).imag,
     "rfft2 and back": lambda m, x: torch.fft.irfft2(torch.fft.rfft2(image(x))[..., :2], s=(4, 4)),

@@ -47,6 +47,7 @@ def _modules() -> dict[str, Any]:
         "learned": nn.Parameter(draw(10, 2, 6)),
         "token": nn.Parameter(draw(11, 1, 1, 6)),
         "spectrum": nn.Parameter(draw(12, 7)),
+        "filters": nn.Parameter(draw(15, 2, 4, 2)),
         "rotation": torch.polar(torch.ones(3, dtype=torch.float64), draw(13, 3)),
         "lstm": nn.LSTM(2, 3, batch_first=True),
         "gru": nn.GRU(2, 3, batch_first=True),

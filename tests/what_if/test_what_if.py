@@ -217,6 +217,8 @@ def test_what_is_no_change_is_refused_by_name(ask: Any, says: str) -> None:
         ({"tp": 4}, 16, ["dp=4×tp=4"]),
         ({"tp": 1}, 16, ["dp=16"]),
         ({"dp": 4}, 8, ["dp=4×tp=2"]),
+        ({"dp": 1}, 8, ["tp=8"]),
+        ({"dp": 2, "cp": 3}, 12, ["dp=2×cp=3×tp=2"]),
         ({"dp": 4, "tp": 2}, 8, ["dp=4×tp=2"]),
         ({"dp": 4, "tp": 2}, 16, []),
         ({"ep": 4}, 16, ["dp=4×ep=4", "ep=4×tp=4", "dp=2×ep=4×tp=2"]),

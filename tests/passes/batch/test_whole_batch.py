@@ -106,7 +106,38 @@ def root_of_a_mean(logits: Tensor, labels: Tensor) -> Tensor:
     return ((logits**2).mean() + ignoring(logits, labels)).sqrt()
 
 
-MEANS = (ignoring, weighted, masked_mean, clamped_mean, two_denominators, smoothed, with_a_penalty, times_the_inverse)
+def times_a_count(logits: Tensor, labels: Tensor) -> Tensor:
+    """Every token by how often its class is in the batch."""
+    counts = torch.bincount(labels.clamp(min=0).flatten(), minlength=VOCAB).to(logits.dtype)
+    each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return (each * counts[labels.clamp(min=0).flatten()]).mean()
+
+
+def balanced(logits: Tensor, labels: Tensor) -> Tensor:
+    """Classes weigh as much as they are rare in the batch, and the mean divides by a sum of these weights."""
+    counts = torch.bincount(labels.clamp(min=0).flatten(), minlength=VOCAB).to(logits.dtype)
+    weights = counts.sum() / (VOCAB * counts.clamp(min=1))
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=weights)
+
+
+def weighed_by_counts(logits: Tensor, labels: Tensor) -> Tensor:
+    """A sum of the whole batch that is made of another one."""
+    counts = F.one_hot(labels.clamp(min=0).flatten(), VOCAB).sum(0).to(logits.dtype)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=counts)
+
+
+MEANS = (
+    ignoring,
+    weighted,
+    masked_mean,
+    clamped_mean,
+    two_denominators,
+    smoothed,
+    with_a_penalty,
+    times_the_inverse,
+    times_a_count,
+)
+NESTED = (balanced, weighed_by_counts)
 
 
 def compiled(
@@ -167,6 +198,13 @@ def test_a_sum_is_the_sum_of_the_microbatches(m: int) -> None:
     program = compiled(summed, m)
     result = autopar.verify(program, program.model, ids_and_labels())
     assert result.ok, result.errors
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("loss", NESTED, ids=lambda f: f.__name__)
+def test_a_sum_that_is_made_of_another_one_is_not_known_beforehand(loss: Loss) -> None:
+    with pytest.raises(autopar.CoupledError, match=r"div.* needs a sum over all samples of the batch first"):
+        compiled(loss, 2)
 
 
 @pytest.mark.few(1)

@@ -22,6 +22,7 @@ from autopar.passes.memory.probe import GatheredShard, Probe, local, needs_data
 from autopar.passes.played.tensors import Effect, Layout, Out
 from autopar.passes.rules.memo import Memo
 from autopar.runtime.comm.devices import CPU, Device
+from autopar.runtime.comm.mesh import Shares
 from autopar.runtime.kernels import ops
 from autopar.runtime.kernels.attention import attention as attention_runtime
 
@@ -272,6 +273,15 @@ def test_a_conversion_makes_its_result_and_the_buffers_of_its_message(
 def test_a_slice_of_the_first_dim_is_a_view() -> None:
     one = effect(Convert("x", Step("shard", "dp", 0), outs=("y",)), TWO, x=X)
     assert one == Effect((Out(0, -1, SHARD),), (), 0)
+
+
+def test_equal_shards_of_dims_of_unequal_length_are_gathered_to_either_length() -> None:
+    """By shares (3, 1) the longest block of 4 elements has 3, and so has either half of 6, which no shares fit."""
+    probe, shard = Probe(Mesh.of(dp=Shares((3, 1)))), Layout.dense((3,), F32)
+    for length, whole in ((4, 4), (6, None)):
+        line = Convert("x", Step("all_gather", "dp", 0), outs=("y",), whole=whole)
+        result = probe.effect(line, {"x": shard})[1].outs[0].layout
+        assert result == Layout.dense((length,), F32)
 
 
 def test_a_conversion_over_an_axis_of_one_is_its_operand() -> None:
