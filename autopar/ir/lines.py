@@ -289,7 +289,7 @@ class SumLoss(ValueLine):
 
 @dataclass(frozen=True)
 class ReadBuffer(Line):
-    """A buffer's value. copy: the buffer changes before backward reads the value."""
+    """A buffer's value. copy: the buffer changes before everybody has read the value."""
 
     buffer: str
     copy: bool = False

@@ -6,6 +6,7 @@ what they make comes to `forward` as arguments.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Literal
 
 from autopar.ir.lines import CallForward, Function, ParkSaved, ReadBuffer, SumLoss, WriteBuffer
@@ -15,6 +16,7 @@ from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
 from autopar.passes.lower.builder import Builder, LocalValue
 from autopar.passes.lower.context import StageContext
+from autopar.passes.rules.structure import buffer_shown_inside, shown_buffer
 
 
 class Forward(Builder):
@@ -113,21 +115,25 @@ class Forward(Builder):
             type_ = self.program.buffers[ref.name].type
             name = self.names.fresh(ref.name.replace(".", "_"))
             spec = Spec.replicated(len(type_.shape))
-            copy = self._changes_before_backward(ref)
+            copy = ref.name in self._outlive_updates
             self.lines.append(ReadBuffer(ref.name, copy, outs=(name,), types=(type_,), specs=(spec,)))
             self.values[ref] = (name, spec)
         return self.values[ref]
 
-    def _changes_before_backward(self, ref: ValueRef) -> bool:
-        """Whether forward updates a buffer whose old value backward reads."""
-        if ref.name not in self.program.buffer_updates:
-            return False
-        for call, slot in self.program.readers.get(ref, ()):
-            template = self.context.templates[self.program.calls[call].template]
-            placeholder = self.program.templates[template.name].inputs[slot]
-            if call in self.program.backward_calls and placeholder in template.kept:
-                return True
-        return False
+    @cached_property
+    def _outlive_updates(self) -> frozenset[str]:
+        """The buffers that forward updates and in whose memory something may lie that is read afterwards: what is kept for
+        backward, sent or given, and what other buffers become."""
+        updates = self.program.buffer_updates
+        if not updates:
+            return frozenset()
+        boundary = self.program.boundary
+        refs = [*self.program.outputs, *(boundary.sent_values if boundary else ()), *updates.values()]
+        shown = {shown_buffer(self.program, ref) for ref in refs}
+        for number in self.program.backward_calls:
+            kept = self.context.templates[self.program.calls[number].template].kept
+            shown |= {buffer_shown_inside(self.program, number, value) for value in kept}
+        return frozenset(updates.keys() & shown)
 
     def _call(self, index: int) -> None:
         call = self.program.calls[index]

@@ -15,6 +15,7 @@ import networkx as nx
 from torch import fx
 
 from autopar.ir.program import Program, Template, ValueRef, is_getitem, operand_nodes, resolve
+from autopar.ops.discover import target_of
 from autopar.ops.registry import find
 from autopar.passes.rules.once import once
 
@@ -57,6 +58,37 @@ def shown_values(template: Template, value: str | None) -> Iterator[str]:
     while value is not None:
         yield value
         value = view_of(template, resolve(template.nodes[value])[0])
+
+
+_MAYBE_COPIES = ("aten._to_copy.", "aten.clone.", "aten.lift_fresh_copy.", "aten._unsafe_view.")
+"""Ops that say they make a tensor, and need not where programs run them."""
+
+
+def may_show(template: Template, node: fx.Node) -> str | None:
+    """The value whose memory the results of an op may lie in, by what torch says of it, if there is one."""
+    if node.op != "call_function":
+        return None
+    op = template.op_calls[node.name].op
+    shows = view_of(template, node) is not None or op.startswith(_MAYBE_COPIES)
+    if not shows and op.startswith(("aten.", "prims.")):
+        shows = any(result.alias_info is not None for result in target_of(op)._schema.returns)
+    return value_at(node, 0) if shows else None
+
+
+def shown_buffer(program: Program, ref: ValueRef) -> str | None:
+    """The buffer in whose memory a value may lie, through any calls, if there is one."""
+    if ref.kind != "call":
+        return ref.name if ref.kind == "buffer" else None
+    return buffer_shown_inside(program, ref.index, program.template_of(program.calls[ref.index]).outputs[ref.output])
+
+
+def buffer_shown_inside(program: Program, number: int, value: str) -> str | None:
+    """The same of a value inside a call."""
+    call = program.calls[number]
+    template, shown = program.template_of(call), value
+    while (below := may_show(template, resolve(template.nodes[shown])[0])) is not None:
+        shown = below
+    return shown_buffer(program, call.inputs[template.inputs.index(shown)]) if shown in template.inputs else None
 
 
 Root = tuple[int, str]
