@@ -13,7 +13,7 @@ from autopar.cluster.process import fragmentation, process_bytes
 from autopar.costmodel.estimator.schedules import microbatches_held
 from autopar.costmodel.estimator.workload import Workload
 from autopar.costmodel.software import LOW_PRECISIONS
-from autopar.runtime.kernels.losses import chunk_rows, chunks_save
+from autopar.runtime.kernels.losses import chunk_rows
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,8 @@ def layer_activation_bytes(w: Workload, recompute: str) -> float:
 def kept_by_ops(w: Workload, again: bool) -> float:
     """The same in emitted programs, one microbatch: every op keeps what its gradient reads, and experts keep no rows.
 
-    Norms leave all rows of a sequence that products gather. Scores that are written are kept once, as their softmax. again:
-    attention and what is pointwise is made again, of which what products made is kept, of queries and keys also before they are
-    turned.
+    Norms leave all rows of a sequence that products gather. again: attention and what is pointwise is made again, of which what
+    products made is kept, of queries and keys also before they are turned.
     """
     model = w.model
     halves = 1 + model.gated_mlp
@@ -94,20 +93,14 @@ def kept_by_ops(w: Workload, again: bool) -> float:
     per_token += (model.q_width + 2 * model.kv_width + (turned if again else model.v_width)) / w.parts.heads
     width = model.shared_experts * model.expert_ffn if model.experts else model.ffn
     per_token += halves * (1 if again else 2) * width / w.mlp_parts(model.experts > 0)
-    return w.width * w.tokens * per_token + (0.0 if again else scores(w))
-
-
-def scores(w: Workload) -> float:
-    """Bytes of the scores of a layer on an emitted program's rank, where they are written."""
-    model = w.model
-    written = model.heads / w.parts.heads * model.seq_len if model.attention == "materialised" else 0.0
-    return w.width * w.tokens * written
+    if model.attention == "materialised" and not again:
+        per_token += 2 * model.heads / w.parts.heads * model.seq_len
+    return w.width * w.tokens * per_token
 
 
 def most_for_a_moment(w: Workload, tables: int, has_head: bool) -> float:
     """Bytes that an emitted program needs beside what it keeps, in the layer, look-up or head that needs most: gradients of what
-    it computes with, and those of its weights, in low precision and in full, while there is a sum to add them to. Of scores that
-    are written these are the gradients behind and before their softmax, which has been made again if it was not kept.
+    it computes with, and those of its weights, in low precision and in full, while there is a sum to add them to.
 
     tables: in the stage, of which ZeRO-2 and 3 have whole gradients under way: in a layer one, else those of the microbatch
     before too.
@@ -122,34 +115,20 @@ def most_for_a_moment(w: Workload, tables: int, has_head: bool) -> float:
     else:
         ffn = model.ffn / w.parts.mlp
         layer = rows * (model.hidden + (1 + halves) * ffn) + added * model.hidden * ffn
-    layer = max(layer, (3 if w.plan.recompute == "selective" else 2) * scores(w))
     table = added * model.embedding_params / w.parts.vocabulary
-    head = rows * 2 * model.hidden / w.sequence_split + logits(w, table)
+    head = rows * 2 * model.hidden / w.sequence_split + logits(w) + table
     sent = sent_table(w)
     all_sent = sent * (tables if w.microbatches > 1 else min(tables, 1))
     once = layer + made_again(w) + (sent if tables else 0.0)
     return max(once, all_sent + (table if tables else 0.0), all_sent + head if has_head else 0.0)
 
 
-def logits(w: Workload, table: float = 0.0) -> float:
-    """Bytes of the logits that are there at once in an emitted program, with `table` of the gradients of the head's weight.
-
-    Where head and loss are one op these are the logits of one chunk of tokens, beside the sum over chunks of the weight's
-    gradient; else all of them and their gradient, both in full, before the weight's is made.
-    """
-    each = w.model.vocab / w.parts.vocabulary
-    if not has_joined_head(w):
-        return w.tokens * each * max(4 + 4, w.width + table / (w.tokens * each))
+def logits(w: Workload) -> float:
+    """Bytes of the logits that are there at once in an emitted program, those of one chunk of tokens, and of the sum over chunks
+    of the gradient of the head's weight."""
     tokens = min(w.tokens, chunk_rows(w.model.hidden, w.device.runs_as))
-    sums = 4 * w.model.hidden if tokens < w.tokens else 0
-    return (w.width * tokens + sums) * each + table
-
-
-def has_joined_head(w: Workload) -> bool:
-    """Whether an emitted program's head and loss are one op: logits are large, and sums of their gradients do not overflow
-    (`autopar.capture.graph.head_losses`)."""
-    rows = w.batch * w.model.seq_len
-    return chunks_save(rows, w.model.vocab, w.model.hidden) and w.precision != "float16"
+    sums = 4 * w.model.embedding_params if tokens < w.tokens else 0
+    return (w.width * tokens * w.model.vocab + sums) / w.parts.vocabulary
 
 
 def sent_table(w: Workload) -> float:

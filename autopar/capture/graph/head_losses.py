@@ -23,7 +23,7 @@ from autopar.ir.program import op_name
 from autopar.ops.head_loss import head_loss
 from autopar.ops.loss import MEAN, SUM
 from autopar.ops.registry import OpDef, find
-from autopar.runtime.kernels.losses import chunks_save
+from autopar.runtime.kernels.losses import chunk_rows
 
 aten = torch.ops.aten
 _DEFAULTS = (None, MEAN, -100, 0.0)
@@ -125,4 +125,4 @@ def _is_trained(w: fx.Node, exported: Exported) -> bool:
 
 def _pays(logits: fx.Node, x: fx.Node) -> bool:
     classes, width = logits.meta["val"].shape[1], x.meta["val"].shape[-1]
-    return chunks_save(logits.meta["val"].numel() // classes, classes, width)
+    return classes >= 2 * width and logits.meta["val"].numel() // classes >= 2 * chunk_rows(width)

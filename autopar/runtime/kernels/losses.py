@@ -34,11 +34,6 @@ def chunk_rows(width: int, device: Device = CPU) -> int:
     return max(CHUNK_ROWS, width // 2) * (1 if device == CPU else GPU_TIMES)
 
 
-def chunks_save(rows: int, classes: int, width: int) -> bool:
-    """Whether it pays to go chunk by chunk: logits are much larger than x, whose rows have `width` numbers, and than a chunk."""
-    return classes >= 2 * width and rows >= 2 * chunk_rows(width)
-
-
 def linear_cross_entropy(
     x: Tensor,
     w: Tensor,
