@@ -25,9 +25,9 @@ from autopar.ops.registry import Block, Offset, define, named, register
 Tensor = torch.Tensor
 aten = torch.ops.aten
 
-define("aten.sum", precision="round")
+define(*named("softmax _softmax sum"), precision="round")
 define("aten.sum", workspace=workspace_bytes)
-define(*named("softmax _softmax amax amin max min argmax argmin topk sort tril triu"), precision="follow")
+define(*named("amax amin max min argmax argmin topk sort tril triu"), precision="follow")
 
 
 def _reduction(call: OpCall, reduce: str | None, linear: bool) -> Rule:

@@ -6,7 +6,7 @@ A value is held as its op leaves it and, once somebody has asked for it so, in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -159,8 +159,7 @@ class Body:
             for key, (local, spec) in self.held.items()
             if local in described
         }
-        lines = upcasts_at_readers(self.lines, self.planned.recast)
-        return Function(name, tuple(args), lines, tuple(returns), types)
+        return Function(name, tuple(args), tuple(self.lines), tuple(returns), types)
 
     def again(self, value: str) -> None:
         """Run the op that makes a value again, and first what it reads; values that are held stay as they are."""
@@ -218,20 +217,6 @@ class Body:
                 sent=sent_by(call, rule, strategy, mesh, planned.pricer.device.runs_as),
             )
         )
-
-
-def upcasts_at_readers(lines: Iterable[Line], upcasts: Collection[str]) -> tuple[Line, ...]:
-    """The lines with each of these upcasts just before the first line that reads it: until then the narrow value is there, which
-    is half as large."""
-    placed: list[Line] = []
-    waiting: dict[str, Line] = {}
-    for line in lines:
-        read = [waiting.pop(name) for name in dict.fromkeys(line.reads()) if name in waiting]
-        if isinstance(line, Compute) and line.node in upcasts and not read:
-            waiting[line.outs[0]] = line
-        else:
-            placed += [*read, line]
-    return (*placed, *waiting.values())
 
 
 def local_arguments(node: fx.Node, operands: list[str], changes: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import autopar
@@ -223,49 +222,6 @@ def test_what_is_made_again_is_not_held(zoo: ZooModel, policy: str, plan: str) -
 @pytest.mark.parametrize("policy", ["none", "selective", "random"])
 def test_programs_in_16_bits_hold_what_was_predicted(policy: str, plan: str) -> None:
     assert_kept(remade(compiled(WIDE[1], plan, 2, 4, "bf16"), policy), WIDE[1].batch(1))
-
-
-class Written(nn.Module):
-    """Two layers of attention by hand, and a head whose logits are too few for chunks."""
-
-    def __init__(self, width: int = 16, heads: int = 4, vocab: int = 64) -> None:
-        super().__init__()
-        self.heads, self.tokens = heads, nn.Embedding(64, width)
-        self.layers = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(2))
-        self.head = nn.Linear(width, vocab, bias=False)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(ids)
-        hidden = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
-        for layer in self.layers:
-            q, k, v = layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2).chunk(3, -1)
-            scores = (q @ k.mT).masked_fill(hidden, float("-inf"))
-            x = x + (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
-        return self.head(x)
-
-
-def written(precision: str, policy: str, seq: int, vocab: int) -> tuple[autopar.Program, object]:
-    """A step of it on one rank, whose peak is measured; and the batch."""
-    zoo = ZooModel("written", lambda: Written(vocab=vocab), lambda: (ids(4, seq, 64),) * 2, token_loss, ADAMW)
-    options = autopar.Options(precision=precision, recompute=policy, microbatches=1, pp=1)
-    program = compiled_zoo(zoo, 1, options=options)
-    assert_kept(program, zoo.batch())
-    return program, zoo.batch()
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("policy", ["none", "full"])
-def test_scores_by_hand_are_kept_once_and_in_16_bits(policy: str, precision: str) -> None:
-    """Two layers have their softmax, kept or made again, and one the gradients behind and before it too."""
-    program, batch = written(precision, policy, seq=256, vocab=64)
-    assert measure_peak(program, batch)[0] < 4.3 * (2 * 4 * 4 * 256 * 256)
-
-
-@pytest.mark.parametrize("policy", ["none", "full"])
-def test_logits_apart_from_their_loss_are_there_once_in_full_beside_their_gradient(policy: str) -> None:
-    program, batch = written("bf16", policy, seq=64, vocab=4096)
-    states = 4 * sum(4 * p.numel() for p in program.model.parameters())
-    assert measure_peak(program, batch)[0] - states < 2.2 * (4 * 4 * 64 * 4096)
 
 
 def test_inference_holds_what_was_predicted() -> None:

@@ -4,9 +4,8 @@ A pass over the captured forward graph, before it is cut and differentiated, so 
 the casts. An op's class says what it computes in (`precision` of its definition):
 
     low      products, convolutions, attention, recurrent layers, look-ups: floating operands are cast to the low dtype
-    follow   pointwise and moving ops, softmax (float32 inside): the widest of their operands; a parameter counts as low beside a
-             low value
-    round    sums: as the model has it (float32 inside), and the result back in the low dtype
+    follow   pointwise and moving ops: the widest of their operands; a parameter counts as low beside a low value
+    round    softmax, sums: as the model has it (float32 inside), and the result back in the low dtype
     norm     norms: the same, also where no operand is low
     pass     casts and constants like another tensor: what they make follows from their arguments
     keep     everything else (losses, means, powers, logarithms, random numbers, unknown ops): as the model has it

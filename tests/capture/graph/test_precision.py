@@ -122,7 +122,7 @@ def test_without_precision_nothing_is_cast() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_softmax_by_hand_reads_and_makes_narrow_values_between_low_products(precision: str) -> None:
+def test_softmax_by_hand_is_computed_in_float32_between_low_products(precision: str) -> None:
     class Attend(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -136,23 +136,9 @@ def test_softmax_by_hand_reads_and_makes_narrow_values_between_low_products(prec
     program = captured(Attend(), x, mask, x, loss=summed, precision=precision)
     ops, low = computed(program), {"bf16": BF16, "fp16": FP16}[precision]
     assert ops["autopar.einsum"] == {low}
-    # 1e9 is no number of float16, so there the mask is put on in float32, and what reads that stays in it
-    masked = {BF16 if precision == "bf16" else F32}
-    assert ops["aten.masked_fill.Scalar"] == masked
-    assert ops["aten._softmax.default"] == ops["aten._softmax_backward_data.default"] == masked
-
-
-@pytest.mark.parametrize("low", [BF16, FP16])
-def test_a_softmax_of_narrow_values_adds_in_float32_and_rounds_once(low: torch.dtype) -> None:
-    """Sums of 2048 terms in the low dtype would be off by as many roundings."""
-    x, g = (torch.randn(8, 2048, dtype=torch.float64).to(low) for _ in range(2))
-    y = torch.ops.aten._softmax(x, -1, False)
-    dx = torch.ops.aten._softmax_backward_data(g, y, -1, low)
-    exact = x.double().softmax(-1), torch.ops.aten._softmax_backward_data(g.double(), y.double(), -1, torch.float64)
-    step, least = torch.finfo(low).eps, torch.finfo(low).smallest_normal
-    for got, wanted in zip((y, dx), exact, strict=True):
-        in_float32 = 1e-6 * wanted.abs().amax(-1, keepdim=True)
-        assert ((got.double() - wanted).abs() <= step * (wanted.abs() + least) + in_float32).all()
+    assert ops["aten._softmax.default"] == ops["aten._softmax_backward_data.default"] == {F32}
+    # 1e9 is no number of float16, so there the mask is put on in float32
+    assert ops["aten.masked_fill.Scalar"] == {BF16 if precision == "bf16" else F32}
 
 
 def test_batch_norm_keeps_its_statistics_in_float32() -> None:
