@@ -9,8 +9,9 @@ software of emitted programs, and three answers are compared:
                it is nearer than `BYTES` says the two may differ, and are counted apart ("near_the_limit")
     seconds, bytes of tensors    the estimator's over the compiler's, within `SECONDS` and `BYTES`
 
-Known differences (`known`) are counted apart. Layouts that nobody can name to the compiler are left out, and counted by why; the
-estimator refuses them of emitted programs.
+Tables that fill the memory there is (`Schedule.timed`) are made in what the estimator says they need, and as much more as the two
+may differ. Known differences (`known`) are counted apart. Layouts that nobody can name to the compiler are left out, and counted
+by why; the estimator refuses them of emitted programs.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from autopar.costmodel.estimator.step import estimate_workload
 from autopar.costmodel.estimator.workload import Workload
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError
 from autopar.ir.rule import factors_of
+from autopar.ir.schedules import schedule_row
 from autopar.passes.shard.uneven import balanced
 from autopar.plan import Plan
 from autopar.runtime.comm.mesh import Shares
@@ -93,9 +95,12 @@ def estimated(w: Workload) -> Answer:
     return Answer("", e.fits, e.step_time_s, e.memory_bytes["total"])
 
 
-def compiled(w: Workload) -> Answer:
-    """The compiler's: the plan that it is forced to, of which copies of parameters rest only where there is room."""
+def compiled(w: Workload, timed_bytes: float = 0.0) -> Answer:
+    """The compiler's: the plan that it is forced to, of which copies of parameters rest only where there is room. timed_bytes:
+    the memory for which a timed table is made (0: what the devices have)."""
     options = forced_options(w)
+    if timed_bytes and options.schedule != "auto" and schedule_row(options.schedule).timed:
+        options = replace(options, memory_bytes=timed_bytes)
     if units := tuple(n for n in w.parallel.units(w.model) if n > w.parallel.tp):
         shares = Shares(*(balanced(n, w.parallel.tp) for n in units))
         options = replace(options, mesh={**(options.mesh or {}), "tp": shares})
@@ -203,7 +208,8 @@ def is_out_of_step(w: Workload) -> bool:
 
 def agreement(w: Workload) -> Agreement:
     """Both answers to a case, known differences left out."""
-    e, c = estimated(w), compiled(w)
+    e = estimated(w)
+    c = compiled(w, BYTES[1] * e.total_bytes)
     differ = []
     if bool(e.refused) != bool(c.refused):
         differ.append("allowed")
