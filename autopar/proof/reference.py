@@ -34,7 +34,8 @@ def eager_values(
         for parameter in reference.parameters():
             parameter.copy_(nudged(parameter, dtype, nudge))
     evaluates = program.request.gives != "step"
-    reference.train(model.training and not evaluates)
+    if evaluates:
+        reference.eval()
     loss_fn = program.request.loss_fn
     loss_fn = cast_model(loss_fn, dtype) if isinstance(loss_fn, nn.Module) else loss_fn
     inputs = map_tensors(batch, lambda t: cast(t, dtype))

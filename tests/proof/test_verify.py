@@ -94,6 +94,13 @@ def test_what_is_mutated_below_is_right_before(make: Callable[[], nn.Module]) ->
     assert result.max_error <= 1e-9
 
 
+def test_parts_of_a_model_that_are_in_eval_mode_stay_in_it() -> None:
+    """As a frozen backbone is while its head is trained."""
+    model = with_batch_norm()
+    model[1].eval()
+    assert autopar.verify(program_of(model), model, BATCH).ok
+
+
 def test_a_dropped_gradient_reduction_is_found_at_that_parameter() -> None:
     model = plain()
     program = program_of(model)
