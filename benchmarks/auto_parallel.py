@@ -45,8 +45,8 @@ def graph_of(layers: int, mesh: tuple[int, ...], clustered: bool, seq: int = 409
 
 def ours(graph: FactorGraph, limit_s: float, close: float) -> Found:
     """This search, within a relative distance of its bound."""
-    rough = {"close": 10 * close} if close else {}  # an estimate without a budget ends at a tenth of what is asked for
-    solution = solve(graph, None, limit_s, **rough)
+    rough = 10 * close or 1e-4  # an estimate without a budget ends at a tenth of what is asked for
+    solution = solve(graph, None, limit_s, close=rough)
     assert isinstance(solution, Solution)
     return Found(solution.choice, solution.cost, solution.bound)
 
