@@ -95,7 +95,7 @@ def test_what_is_mutated_below_is_right_before(make: Callable[[], nn.Module]) ->
 
 
 def test_parts_of_a_model_that_are_in_eval_mode_stay_in_it() -> None:
-    """As a frozen backbone is while its head is trained."""
+    """A frozen backbone is in eval mode while its head is trained."""
     model = with_batch_norm()
     model[1].eval()
     assert autopar.verify(program_of(model), model, BATCH).ok

@@ -99,7 +99,8 @@ def fastest_schedule(
     least_s = {True: _least_step_s(apart), False: _least_step_s(together)}
     within_s = _least_step_s(apart, limits_bytes)
     costs = ActionCosts(apart.seconds, apart.hand_over)
-    there = _room(apart.graph, apart, there_bytes)
+    too_many = (limit - nbytes for limit, nbytes in zip(limits_bytes, there_bytes, strict=True))
+    there = replace(room, bound=tuple(bound - more for bound, more in zip(room.bound, too_many, strict=True)))
     filled = there if _full_with_one(apart.graph, there_bytes, there) <= 1 else room
     rooms = [filled, _less(apart.graph, filled)]
     for name, space in [(n, r) for n in schedule_names(draft.task, draft) for r in rooms[: 1 + schedule_row(n).timed]]:
