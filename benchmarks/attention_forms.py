@@ -30,9 +30,9 @@ from torch import Tensor, nn
 import autopar
 from autopar.costmodel.host_kernels import Measured, fit_kernels, measure_kernels
 from autopar.passes.price.pricer import Pricer
-from autopar.passes.shard.graph import Key
+from autopar.passes.shard.factors.graph import Key
+from autopar.passes.shard.factors.problem import Problem
 from autopar.passes.shard.plans import spmd_plan
-from autopar.passes.shard.problem import Problem
 from autopar.passes.shard.solve import Solution, solve
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.threads import run_threads

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from autopar.passes.shard.graph import FactorGraph
+from autopar.passes.shard.factors.graph import FactorGraph
 from autopar.passes.shard.solve import Solution, solve
 from benchmarks.auto_parallel_lists import FORBIDDEN_US, list_step
 from benchmarks.auto_parallel_solvers import Found, by_messages, by_program

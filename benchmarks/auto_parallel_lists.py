@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from autopar.passes.shard.graph import FactorGraph
+from autopar.passes.shard.factors.graph import FactorGraph
 from benchmarks.auto_parallel_step import ALIAS, EINSUM, FLASH, FLASH_BACKWARD, Step
 from benchmarks.dtensor_strategies import OWED, REPLICATED, axis_rows
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from ortools.linear_solver import linear_solver_pb2, pywraplp
 
-from autopar.passes.shard.graph import FactorGraph
+from autopar.passes.shard.factors.graph import FactorGraph
 
 _CANDIDATES, _SWEEPS, _POLISHES, _STARS, _STAR_CHILDREN = 64, 400, 12, 2, 32
 """Its defaults: states kept of a variable, sweeps of messages, rounds of either polish, neighbours that are chosen with a

@@ -14,9 +14,9 @@ from autopar.passes.lower.pipeline import lower
 from autopar.passes.price.pricer import Pricer, Pricers
 from autopar.passes.schedule import SCHEDULES
 from autopar.passes.search.pieces import PIECES, in_pieces
-from autopar.passes.shard.graph import FactorGraph
+from autopar.passes.shard.factors.graph import FactorGraph
+from autopar.passes.shard.factors.problem import Problem
 from autopar.passes.shard.plans import stage_plan
-from autopar.passes.shard.problem import Problem
 from autopar.passes.shard.uneven import balanced
 from autopar.plan import OVERLAPS, Plan
 from autopar.program import ParallelProgram

@@ -18,8 +18,8 @@ from autopar.ops.registry import find
 from autopar.passes.lower import lower
 from autopar.passes.price.by_node import by_node
 from autopar.passes.price.pricer import Pricer, Pricers
+from autopar.passes.shard.factors.problem import Problem
 from autopar.passes.shard.plans import spmd_plan
-from autopar.passes.shard.problem import Problem
 from autopar.program import ParallelProgram
 from autopar.proof.casts import DividedAs
 from autopar.proof.compare import Values, difference, largest

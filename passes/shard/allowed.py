@@ -16,7 +16,7 @@ from autopar.passes.rules.alphabet import alphabet, shared_axes
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.structure import parameter_groups
 from autopar.passes.shard.baselines import Baseline
-from autopar.passes.shard.graph import Key
+from autopar.passes.shard.factors.graph import Key
 from autopar.passes.shard.uneven import DATA
 from autopar.plan import ParameterPlan
 from autopar.runtime.comm.mesh import Shares

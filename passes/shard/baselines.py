@@ -29,7 +29,7 @@ from autopar.ir.spec import Spec
 from autopar.options import MEGATRON
 from autopar.passes.batch.dims import batch_dims, batch_factors
 from autopar.passes.rules.book import RuleBook
-from autopar.passes.shard.graph import Key
+from autopar.passes.shard.factors.graph import Key
 from autopar.passes.shard.megatron import (
     AxisChoices,
     BatchedProgram,

@@ -13,8 +13,8 @@ from autopar.passes.lower.cut import cut
 from autopar.passes.lower.first_calls import first_calls_apart
 from autopar.passes.price.pricer import Pricer, Pricers
 from autopar.passes.rules.book import RuleBook
-from autopar.passes.shard.graph import FactorGraph, Key
-from autopar.passes.shard.problem import Problem
+from autopar.passes.shard.factors.graph import FactorGraph, Key
+from autopar.passes.shard.factors.problem import Problem
 from autopar.passes.shard.solve import Solution
 from autopar.plan import Plan, StagePlan
 

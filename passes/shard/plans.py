@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from autopar.cluster import ClusterSpec
 from autopar.options import Options
+from autopar.passes.shard.factors.problem import Problem
 from autopar.passes.shard.offload import offloaded
 from autopar.passes.shard.owners import with_owners
-from autopar.passes.shard.problem import Problem
 from autopar.plan import ParameterPlan, Plan, StagePlan, TemplatePlan
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.passes.shard.graph import FactorGraph
+from autopar.passes.shard.factors.graph import FactorGraph
 
 FEW = 20_000
 """Numbers up to which all pairs of states are compared in one array; where there are more, most are ruled out first."""

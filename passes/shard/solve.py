@@ -20,7 +20,7 @@ import numpy as np
 
 from autopar.passes.shard import messages
 from autopar.passes.shard.eliminate import eliminated, elimination_order
-from autopar.passes.shard.graph import FactorGraph
+from autopar.passes.shard.factors.graph import FactorGraph
 from autopar.passes.shard.ilp import Answer, solve_ilp
 from autopar.passes.shard.messages import Bounds
 from autopar.passes.shard.reduce import Reduced, copy_of, keep_states, reduce_graph, restore, shortened, start

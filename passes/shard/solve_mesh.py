@@ -16,9 +16,9 @@ from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.policies import policy_set
 from autopar.passes.shard.allowed import allowed_states
 from autopar.passes.shard.baselines import Baseline
+from autopar.passes.shard.factors.problem import Problem
 from autopar.passes.shard.plans import spmd_plan
 from autopar.passes.shard.priced_plan import PricedPlan
-from autopar.passes.shard.problem import Problem
 from autopar.passes.shard.solve import Shortage, Solution, solve
 from autopar.plan import ParameterPlan, StagePlan
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.passes.price.pricer import Pricer
-from autopar.passes.shard.graph import Key
+from autopar.passes.shard.factors.graph import Key
+from autopar.passes.shard.factors.problem import Problem
 from autopar.passes.shard.plans import spmd_plan
-from autopar.passes.shard.problem import Problem
 from autopar.passes.shard.solve import Solution, solve
 
 

@@ -26,8 +26,8 @@ from autopar.ir.program import Program
 from autopar.passes.recompute.choose import at_byte_price, of_values, within
 from autopar.passes.recompute.problem import RecomputeProblem, recompute_problems
 from autopar.passes.rules.policies import policy_set
+from autopar.passes.shard.factors.problem import Problem
 from autopar.passes.shard.plans import stage_plan
-from autopar.passes.shard.problem import Problem
 from autopar.passes.shard.solve import ROUGH, Shortage, by_row, priced
 from autopar.plan import StagePlan
 

@@ -38,9 +38,9 @@ from autopar.passes.search.stages.branches import search_branches
 from autopar.passes.search.stages.segments import branches, calls_beside, segments, work_shares
 from autopar.passes.search.stages.submesh import SubmeshPlans
 from autopar.passes.search.task import Task
+from autopar.passes.shard.factors.problem import Problem
 from autopar.passes.shard.plans import stage_plan
 from autopar.passes.shard.priced_plan import PricedPlan
-from autopar.passes.shard.problem import Problem
 from autopar.proof.random_plans import random_choice, random_mesh
 from tests.branching import Driving, driving_batch, driving_loss
 from tests.passes.branch.test_branch import partitions, random_problem

@@ -22,7 +22,7 @@ from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.recomputation import made_forward
 from autopar.passes.search.one_mesh import joint as joint_module
 from autopar.passes.search.one_mesh.joint import JointSearch, Point
-from autopar.passes.shard.problem import Problem
+from autopar.passes.shard.factors.problem import Problem
 from autopar.passes.shard.solve import Shortage, solve
 from tests.passes.recompute.recomputed import llama_on
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from autopar.passes.shard.graph import FactorGraph
+from autopar.passes.shard.factors.graph import FactorGraph
 from autopar.passes.shard.solve import Solution, solve
 from benchmarks.auto_parallel_lists import FORBIDDEN_US, list_step, moved_us
 from benchmarks.auto_parallel_solvers import by_messages, by_program

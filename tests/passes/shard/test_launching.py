@@ -11,8 +11,8 @@ from autopar.errors import InfeasibleError
 from autopar.ir.mesh import Mesh
 from autopar.passes.price.pricer import Pricers
 from autopar.passes.shard.evaluate import evaluate
-from autopar.passes.shard.launching import host_is_slower
-from autopar.passes.shard.problem import Problem
+from autopar.passes.shard.factors.launching import host_is_slower
+from autopar.passes.shard.factors.problem import Problem
 from tests.zoo.models import MODELS, ZooModel
 from tests.zoo.programs import compiled_zoo
 

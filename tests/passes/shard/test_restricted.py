@@ -15,7 +15,7 @@ from autopar.ir.setting import OptimizerState, Setting
 from autopar.passes.price.pricer import Pricers
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.shard.baselines import Baseline
-from autopar.passes.shard.problem import Problem
+from autopar.passes.shard.factors.problem import Problem
 from autopar.passes.shard.solve_mesh import OnMesh, build_problem, solve_mesh, solve_strategies
 from tests.zoo.models import ADAMW, token_loss
 from tests.zoo.transformers import Llama, Moe

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from autopar.passes.shard import eliminate, messages, padded, polish
 from autopar.passes.shard import solve as solving
 from autopar.passes.shard.eliminate import eliminated, elimination_order, order_beside
-from autopar.passes.shard.graph import FactorGraph
+from autopar.passes.shard.factors.graph import FactorGraph
 from autopar.passes.shard.messages import Passing, bound
 from autopar.passes.shard.padded import padded_states
 from autopar.passes.shard.polish import polished

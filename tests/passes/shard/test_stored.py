@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from autopar.ir.mesh import Mesh
-from autopar.passes.shard.stored import possible_states
+from autopar.passes.shard.factors.stored import possible_states
 
 SIZES = (1, 2, 3, 4, 6, 7, 8, 12, 16, 24, 40, 64, 65, 72, 73, 100, 144, 216)
 

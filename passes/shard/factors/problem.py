@@ -22,10 +22,8 @@ import numpy as np
 
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.program import Program, Template, resolve
-from autopar.ir.resting import ParameterOnRank, is_apart, is_copy
 from autopar.ir.rule import Strategy
 from autopar.ir.setting import Setting
-from autopar.ir.spec import REDUCTIONS, Spec
 from autopar.ir.types import TensorType
 from autopar.ops.registry import find
 from autopar.passes.price.op_choices import OpChoices
@@ -36,22 +34,14 @@ from autopar.passes.rules.recomputation import Recomputation, held_values, recom
 from autopar.passes.rules.strategy_table import StrategyTable
 from autopar.passes.rules.structure import Group, call_edges, parameter_groups, view_of
 from autopar.passes.shard.allowed import Allowed
-from autopar.passes.shard.graph import FactorGraph, Key
-from autopar.passes.shard.launching import host_is_slower, launched_s
-from autopar.passes.shard.overlap import overlap_shares
-from autopar.passes.shard.stored import Resting, Stored, possible_states
-from autopar.passes.shard.template_facts import Operation, Place, TemplateFacts, template_facts
+from autopar.passes.shard.factors.conversions import conversions_s, ends_s, numbers_of
+from autopar.passes.shard.factors.graph import FactorGraph, Key
+from autopar.passes.shard.factors.launching import host_is_slower, launched_s
+from autopar.passes.shard.factors.overlap import overlap_shares
+from autopar.passes.shard.factors.parameters import ParameterCosts
+from autopar.passes.shard.factors.stored import Resting, possible_states
+from autopar.passes.shard.factors.template_facts import Operation, Place, TemplateFacts, template_facts
 from autopar.plan import ParameterPlan
-from autopar.runtime.gradients.buckets import BUCKETED
-from autopar.runtime.gradients.gather import GATHERED
-
-_OWED = tuple(
-    tuple(sorted({"sum", *(op for op in REDUCTIONS if bits & BIT[op])})) for bits in range(1 << len(REDUCTIONS))
-)
-"""Reductions that conversions are about, by the bits of those that specs owe."""
-READ_S = 1e-18
-"""Seconds of a byte of what a rank is given: too few to change a choice, and enough that it is given the block that it wants and
-does not cut that out of the whole."""
 
 
 def _without_choice(key: Key) -> InfeasibleError:
@@ -84,10 +74,11 @@ class Problem:
         self.program, self.pricer, self.mesh, self.rules = program, pricer, pricer.mesh, rules
         self.setting, self._is_restricted = setting, False
         away = pricer.device.some_tiers()[0] if setting.offload and program.training else None
-        self._move_s = 1 / away.bandwidth_Bps if away else 0.0  # seconds per byte to a memory tier and back, one way
+        self._move_s = 1 / away.bandwidth_Bps if away else 0.0  # seconds per byte to a memory tier or back
         self.given, self.rests, self.room_bytes = given, rests, room_bytes
         self.allowed = allowed
-        self.shares = overlap_shares(program, pricer, rules, setting)
+        shares = overlap_shares(program, pricer, rules, setting)
+        self._parameter_costs = ParameterCosts(pricer, setting, shares, self._move_s)
         self.graph = FactorGraph()
         self.facts: dict[str, TemplateFacts] = {name: template_facts(t) for name, t in program.templates.items()}
         self._recompute(recompute or {})
@@ -95,7 +86,7 @@ class Problem:
         self._at: dict[tuple[str, str], tuple[int, np.ndarray]] = {}  # (variable, spec per state) of a value or hub
         self._ops: dict[tuple[str, str], tuple[int, OpChoices]] = {}  # the variable of an op, and what its states are
         self._ends: dict[int, list[np.ndarray]] = {}  # costs of a variable beside its own
-        self._edges: dict[tuple[int, int], list[tuple[np.ndarray, _Part]]] = {}  # what a pair of variables costs
+        self._edges: list[tuple[int, int, np.ndarray, _Part]] = []  # what pairs of variables cost, and whose cost it is
         self._wanted: dict[tuple[str, str], list[np.ndarray]] = {}  # specs that ops want a value in
         self._made: dict[tuple[str, str], np.ndarray] = {}  # those that an op may leave it in
         for template in program.templates.values():
@@ -164,20 +155,6 @@ class Problem:
             return (self.given(key),)
         return tuple(states) if self.allowed is None else tuple(s for s in states if self.allowed(key, s))
 
-    def _numbers(self, type_: TensorType, specs: Iterable[Spec]) -> np.ndarray:
-        """The numbers of specs. Raises PlanError where one cannot be on the mesh."""
-        number = self.pricer.shards(type_).letters.number
-        try:
-            return np.array([number[spec] for spec in specs], int)
-        except KeyError as error:
-            raise self._misfit(type_, error.args[0]) from None
-
-    def _misfit(self, type_: TensorType, spec: Spec) -> PlanError:
-        return PlanError(
-            f"the plan's spec {spec} does not fit a tensor of shape {type_.shape} on mesh {self.mesh} (axes must be the "
-            "mesh's, dims must divide, and axes that share a dim stand in mesh order)"
-        )
-
     def _add(self, key: Key, states: tuple[Any, ...], cost: np.ndarray, memory: np.ndarray) -> int:
         if not states:
             raise _without_choice(key)
@@ -212,11 +189,9 @@ class Problem:
                 counted, shards = forms.get(place.value) == place.name, self.pricer.shards(place.type)
                 nbytes = calls * shards.of_bytes(place.type, numbers) if counted else np.zeros(len(numbers))
                 self._hold(v, np.zeros(len(numbers)), nbytes)
-        twice = {
-            part: part is not None and self._runs_again(*part) for edge in self._edges.values() for _, part in edge
-        }
-        for pair, edge in self._edges.items():
-            self.graph.pairs[pair] = reduce(np.add, (2 * cost if twice[part] else cost for cost, part in edge))
+        twice = {part: part is not None and self._runs_again(*part) for part in {part for *_, part in self._edges}}
+        for u, v, cost, part in self._edges:
+            self.graph.connect(u, v, 2 * cost if twice[part] else cost)
 
     def _hold(self, v: int, cost: np.ndarray, held: np.ndarray) -> None:
         """Set the costs of a variable whose states keep so many bytes of a microbatch until backward: on the device, or away and
@@ -238,8 +213,7 @@ class Problem:
         if u == v:
             self._ends.setdefault(u, []).append(np.diagonal(cost))
         else:
-            u, v, cost = (u, v, cost) if u < v else (v, u, cost.T)
-            self._edges.setdefault((u, v), []).append((cost, part))
+            self._edges.append((u, v, cost, part))
 
     def _note(self, template: str, op: Operation, table: StrategyTable) -> None:
         """Note what an op under these strategies wants and makes."""
@@ -299,7 +273,11 @@ class Problem:
             key, specs = ("at", template.name, place.name), self.pricer.shards(place.type).letters.specs
             possible = self._possible(template.name, place)
             kept = self._kept(key, map(specs.__getitem__, possible.tolist()))
-            numbers = possible if len(kept) == len(possible) and self.given is None else self._numbers(place.type, kept)
+            numbers = (
+                possible
+                if len(kept) == len(possible) and self.given is None
+                else numbers_of(self.pricer, place.type, kept)
+            )
             self._at[template.name, place.name] = self._add(key, kept, *np.zeros((2, len(kept)))), numbers
 
     def _possible(self, template: str, place: Place) -> np.ndarray:
@@ -315,29 +293,6 @@ class Problem:
 
     # --- edges ----------------------------------------------------------------------------------------------------------
 
-    def _conversion(
-        self,
-        type_: TensorType,
-        before: np.ndarray,
-        after: np.ndarray,
-        joined: tuple[str, ...] = (),
-        compression: str = "",
-    ) -> np.ndarray:
-        """Seconds from every spec of `before` to every one of `after`; joined, compression: as of `Pricer.joined_s`. Where ops
-        have few strategies, conversions go through no specs that shard other dims than these."""
-        letters = self.pricer.shards(type_).letters
-        if len(letters.specs) == 1:
-            return np.zeros((len(before), len(after)))
-        owed, cut = letters.owed, None
-        if self.pricer.is_narrowed:
-            cut = tuple((letters.sharded[before].any((0, 2)) | letters.sharded[after].any((0, 2))).tolist())
-        bits = np.bitwise_or.reduce(owed[before]) | np.bitwise_or.reduce(owed[after])
-        try:
-            lattice = self.pricer.lattice(type_, _OWED[bits], joined, compression, cut)
-            return lattice.between(before[:, None], after)
-        except KeyError as error:
-            raise self._misfit(type_, error.args[0]) from None
-
     def _connect_inside(self, template: Template) -> None:
         facts, name = self.facts[template.name], template.name
         times = self.program.multiplicity[name] * self.setting.microbatches
@@ -346,13 +301,13 @@ class Problem:
                 continue
             u, before = self._at[name, place.source]
             v, after = self._at[name, place.name]
-            self._connect(u, v, times * self._conversion(place.converted, before, after), (name, place.name))
+            self._connect(u, v, times * conversions_s(self.pricer, place.converted, before, after), (name, place.name))
         for op in facts.operations.values():
             v, choices = self._ops[name, op.name]
             for read, wanted in zip(op.reads, choices.table.operands, strict=True):
                 if wanted is not None:
                     u, before = self._at[name, read.place]
-                    self._connect(u, v, times * self._conversion(read.type, before, wanted), (name, op.name))
+                    self._connect(u, v, times * conversions_s(self.pricer, read.type, before, wanted), (name, op.name))
 
     def _connect_calls(self) -> None:
         """Edges between calls (forward values, gradients back), from inputs and buffers, to outputs."""
@@ -361,74 +316,38 @@ class Problem:
             v, specs = self._at[target]
             type_ = self.program.templates[target[0]].type_of(target[1])
             if source is None:
-                self._ends.setdefault(v, []).append(times * self._end_s(kind, type_, specs))
+                self._ends.setdefault(v, []).append(times * ends_s(self.pricer, kind, type_, specs))
             else:
                 u, before = self._at[source]
-                self._connect(u, v, times * self._conversion(type_, before, specs))
-
-    def _end_s(self, kind: str, type_: TensorType, numbers: np.ndarray) -> np.ndarray:
-        """Seconds per spec of a value where it enters or leaves the program (kind: as of `call_edges`)."""
-        whole = np.zeros(1, int)
-        if kind == "read":
-            held = self.pricer.shards(type_).of_bytes(type_, numbers)
-            return self._conversion(type_, whole, numbers)[0] + READ_S * held
-        if kind in ("whole", "loss"):
-            return self._conversion(type_, numbers, whole, BUCKETED if kind == "loss" else ())[:, 0]
-        letters = self.pricer.shards(type_).letters
-        specs = [letters.specs[n] for n in numbers.tolist()]
-        if kind == "settled":
-            return np.array([self.pricer.convert_s(type_, s, s.without_partial()) for s in specs])
-        meet = self.pricer.departure if kind == "depart" else self.pricer.arrival
-        return np.array([meet(type_, s)[1] for s in specs])
+                self._connect(u, v, times * conversions_s(self.pricer, type_, before, specs))
 
     # --- parameters -----------------------------------------------------------------------------------------------------
 
     def _add_parameters(self) -> None:
-        trained = set(self.program.trained)
+        """The variable of every group of parameters, and its edges: from how it is stored to its uses, and from its gradients to
+        the optimizer's shards, where it has any."""
+        trained, costs = set(self.program.trained), self._parameter_costs
         for name, group in self.groups.items():
             type_ = self.program.parameters[group.names[0]].type
             updated = tuple(n for n in group.names if n in trained)
             kept = tuple(n for n in group.names if n in trained or n in self.setting.kept)
-            v, stored, optimizer = self._add_parameter(name, type_, group, updated, kept)
-            self._connect_parameter(v, type_, group, stored, optimizer if updated else None)
+            resting = self._resting(name, type_, group, bool(kept))
+            own = costs.own(type_, resting, len(group.names), updated, kept, self._reads(group))
+            v = self._add(("param", name), resting.states, *own)
+            for template_name, slot in group.slots:
+                template, calls = self.program.templates[template_name], self.program.multiplicity[template_name]
+                value, grad = template.params[slot], template.param_grads[slot]
+                for kind in ("use", "late"):
+                    if f"{value}@{kind}" in self.facts[template_name].flow.hubs:
+                        u, wanted = self._at[template_name, f"{value}@{kind}"]
+                        pair = costs.uses_s(type_, template.type_of(value), resting.stored, wanted)
+                        part = (template_name, slot) if kind == "use" else None
+                        self._connect(v, u, calls * self.setting.microbatches * pair, part)
+                if grad is not None and updated:
+                    u, before = self._at[template_name, grad]
+                    self._connect(u, v, calls * costs.reductions_s(type_, before, resting.optimizer))
 
-    def _add_parameter(
-        self, name: str, type_: TensorType, group: Group, updated: tuple[str, ...], kept: tuple[str, ...]
-    ) -> tuple[int, Stored, Stored]:
-        """The variable of a group of parameters, with how its states store it and update it. updated, kept: those of which the
-        step, or any step, changes the value."""
-        resting = self._stored(name, type_, group, bool(kept))
-        states, stored, optimizer = resting.states, resting.stored, resting.optimizer
-        shard, per_dim = optimizer.local_bytes(type_, self.pricer), self.pricer.shards(type_).per_dim
-        copied = is_copy(*(np.array(type_.shape, int) // per_dim[rests.numbers] for rests in (stored, optimizer)))
-        for i in optimizer.runs:
-            copied[i] = is_apart(type_, *states[i], self.mesh)
-        held = ParameterOnRank(
-            type_, stored.local_bytes(type_, self.pricer), shard, bool(updated), kept, copied * shard
-        )
-        count = len(group.names)
-        seconds = np.zeros(len(states))
-        if self._move_s:
-            seconds = count * self._moved_bytes(held, self._reads(group) / count) * self._move_s
-        if updated:
-            gather_s = self._gather_s(type_, optimizer, stored)
-            update_s = self.pricer.update_s(self.setting.optimizer.update_elements(*updated), shard)
-            seconds = seconds + count * (self.shares.update * gather_s + update_s)
-        nbytes = count * held.on_device(self.setting, self.setting.offload)
-        return self._add(("param", name), states, seconds, nbytes), stored, optimizer
-
-    def _moved_bytes(self, held: ParameterOnRank[np.ndarray], reads: float) -> np.ndarray:
-        """The bytes that go to a memory tier or come from it in a step, where the device has none of them. reads: how often the
-        parameter is used."""
-        moved = np.zeros(len(held.stored))
-        if "parameters" in self.setting.offload:
-            moved = moved + reads * held.stored
-            if held.trained:  # the updated block comes and goes, and so does its gradient
-                moved = moved + 2 * (held.updated + held.gradient)
-        updates = held.trained and "optimizer" in self.setting.offload
-        return moved + 2 * held.state_bytes(self.setting) if updates else moved
-
-    def _stored(self, name: str, type_: TensorType, group: Group, updated: bool) -> Resting:
+    def _resting(self, name: str, type_: TensorType, group: Group, updated: bool) -> Resting:
         """How a group of parameters may be stored and updated (`possible_states`), of this what is allowed."""
         key, whole = ("param", name), next((n for n in group.names if n in self.setting.optimizer.whole), None)
         if whole is not None and self.given is not None:
@@ -454,48 +373,7 @@ class Problem:
                 f"{possible_specs}"
             )
         is_every = self.given is None and len(kept) == len(every.states)
-        return every if is_every else Resting.of(kept, partial(self._numbers, type_))
-
-    def _gather_s(self, type_: TensorType, before: Stored, after: Stored) -> np.ndarray:
-        """Seconds of the gather after a step, from the spec of each state's shards to that of its storage."""
-        try:
-            seconds = self.pricer.lattice(type_, joined=GATHERED).between(before.numbers, after.numbers)
-        except KeyError as error:
-            raise self._misfit(type_, error.args[0]) from None
-        between = Stored(before.numbers, {i: run for i, run in before.runs.items() if i not in after.runs})
-        return between.gathered_s(seconds, self.pricer, type_, GATHERED)
-
-    def _connect_parameter(
-        self, v: int, type_: TensorType, group: Group, stored: Stored, optimizer: Stored | None
-    ) -> None:
-        """Edges from how a group's parameters are stored to their uses, and from their gradients to the optimizer's shards
-        (None: there are none)."""
-        for name, slot in group.slots:
-            template, calls = self.program.templates[name], self.program.multiplicity[name]
-            value = template.params[slot]
-            for kind in ("use", "late"):
-                if f"{value}@{kind}" in self.facts[name].flow.hubs:
-                    u, wanted = self._at[name, f"{value}@{kind}"]
-                    pair = self._use_s(type_, template.type_of(value), stored, wanted)
-                    part = (name, slot) if kind == "use" else None
-                    self._connect(v, u, calls * self.setting.microbatches * pair, part)
-            grad = template.param_grads[slot]
-            if grad is not None and optimizer is not None:
-                u, before = self._at[name, grad]
-                joined = BUCKETED, self.setting.compression
-                pair = self._conversion(type_, before, optimizer.numbers, *joined)
-                pair = optimizer.reduced_s(pair, self.pricer, type_, before, *joined)
-                times = self.setting.microbatches if self.setting.by_microbatch else 1
-                self._connect(u, v, calls * times * self.shares.reduce * pair)
-
-    def _use_s(self, stored: TensorType, used: TensorType, before: Stored, after: np.ndarray) -> np.ndarray:
-        """Seconds from storage to use, per pair of specs: shards are cast, then gathered as they are used."""
-        pair = self._conversion(used, before.numbers, after)
-        seconds = self.shares.each * before.gathered_s(pair, self.pricer, used)
-        if used == stored:
-            return seconds
-        both = before.local_bytes(stored, self.pricer) + before.local_bytes(used, self.pricer)
-        return np.asarray(seconds + (self.pricer.copy_s * both)[:, None])
+        return every if is_every else Resting.of(kept, partial(numbers_of, self.pricer, type_))
 
     def _gathered_again(self, template: Template, slot: int) -> bool:
         """Whether what is recomputed needs a parameter that backward does not have anyway (taken to be wanted alike)."""
