@@ -3,8 +3,8 @@
 The kinds are: the solver's plans on one mesh of all ranks; on one mesh too, with microbatches, recompute and offload
 chosen together where memory is short; pipelines; branches side by side; sequences in zigzag order; and the best of all
 these on fewer ranks, where that could be faster. Each kind is bounded by the best plan of those before it, so whichever is likely
-to win goes first and the others are soon ruled out: pipelines on large clusters for batches that hold much for backward, plans on
-one mesh elsewhere.
+to win goes first and the others are soon ruled out: pipelines on large clusters for models without experts and batches that hold
+much for backward, plans on one mesh elsewhere.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from autopar.passes.search.stages.submesh import SubmeshPlans
 from autopar.passes.search.task import RankedPlans, Task
 from autopar.passes.search.zigzag import search_zigzag
 from autopar.passes.shard.allowed import check_constraints
+from autopar.passes.shard.uneven import numbers_of_experts
 
 MANY_RANKS = 64
 """The most ranks for which one mesh is searched first: on larger clusters pipelines may be looked for before
@@ -138,7 +139,7 @@ def _kinds(search: PipelineSearch, short_memory: ShortMemorySearch) -> Iterator[
 
     yield "plans on one mesh", strategies
     stages = leaves_stages_open(task.options, task.cluster.size)
-    pipelines_first = stages and task.cluster.size > MANY_RANKS and _wants_microbatches(task)
+    pipelines_first = stages and _pipelines_first(task)
     lean: Kind = "plans on one mesh with microbatches, recompute and offload", short_memory.plans
     is_lean = any(memory_short) and task.program.training
     if is_lean and pipelines_first:
@@ -199,11 +200,12 @@ def _in_order(
     yield "plans in zigzag order", zigzag
 
 
-def _wants_microbatches(task: Task) -> bool:
-    """Whether the batch holds more for backward, even recomputed, than rests: then one mesh is slow, as it gathers parameters
-    again for every microbatch."""
+def _pipelines_first(task: Task) -> bool:
+    """Whether pipelines are looked for before microbatches and recompute on one mesh: on large clusters, where the batch holds
+    more for backward, even recomputed, than rests. One mesh is slow then, as it gathers parameters again for every microbatch;
+    but for experts, which stay where they are."""
     resting, held = least_bytes(task)
-    return held > resting
+    return task.cluster.size > MANY_RANKS and held > resting and not numbers_of_experts(task.program, task.rules)
 
 
 def _left_out(plans: RankedPlans, kinds: tuple[str, ...], least_s: float) -> RankedPlans:

@@ -9,6 +9,7 @@ is no better than the best plan so far, or as soon as its plan runs nothing agai
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property
@@ -41,6 +42,8 @@ from autopar.passes.shard.uneven import rows_of
 Question = tuple[Mesh, int, frozenset[str]]
 """A mesh, a number of microbatches, and the kinds of bytes that rest in memory tiers."""
 
+_GOOD = 1.1
+"""Plans that take up to this many times as long as the best one say what ops may take along axes of finer meshes."""
 _MOMENT = 0.8
 """The share of the bytes that live for a moment in one plan that another one is taken to need as well."""
 
@@ -74,17 +77,36 @@ class ShortMemorySearch:
         if self._ranked() and self.best_s < best_s:
             yield self._ranked()
         for offload in _offload_kinds(self.tasks.task):
-            for mesh, joint in self._meshes:
-                begun, self._begun = self._begun, None
-                for found in begun or self._look_on(mesh, joint, offload):
-                    if found is not None:
-                        yield self._ranked()
-            for mesh, joint in self._likeliest_first(self._finer, offload):
-                for found in self._look_on(mesh, joint, offload):
-                    if found is not None:
-                        yield self._ranked()
+            for found in self._looks(offload):
+                if found is not None:
+                    yield self._ranked()
         if self.faster and self.near:
             yield self._ranked()
+
+    def _looks(self, offload: frozenset[str]) -> Iterator[PricedPlan | None]:
+        """Faster plans in growing microbatch counts, None for a count of a mesh that has none: on the first meshes by turns,
+        until one has room for a count; on that one; on the others, and then on finer meshes, the likeliest first.
+
+        A mesh that has no room in few microbatches may have plans in ever more that take far longer than those of others.
+        """
+        looks = {mesh: self._look_on(mesh, joint, offload) for mesh, joint in self._meshes}
+        if self._begun is not None:
+            looks[self._meshes[0][0]], self._begun = self._begun, None
+            if offload in self._first_count:
+                yield from looks.pop(self._meshes[0][0])
+        waiting = deque(looks)
+        while waiting and offload not in self._first_count:
+            mesh = waiting.popleft()
+            for found in looks[mesh]:
+                yield found
+                if offload not in self._first_count:
+                    waiting.append(mesh)
+                    break
+        left = [(mesh, joint) for mesh, joint in self._meshes if mesh in waiting]
+        for mesh, _ in self._likeliest_first(left, offload):
+            yield from looks[mesh]
+        for mesh, joint in self._likeliest_first(self._finer, offload):
+            yield from self._look_on(mesh, joint, offload)
 
     def first_s(self, rival_s: float, best_s: float) -> float:
         """Seconds of the best plan of the whole batch on the mesh whose bound is best, where that bound is better than what a
@@ -127,7 +149,8 @@ class ShortMemorySearch:
         if not meshes:
             return []
         fastest = (joint.fastest.plan for _, joint in self._meshes)
-        taken = taken_by(chain(fastest, (plan.plan.stages[0] for _, plan in self.faster)))
+        good = (plan.plan.stages[0] for _, plan in self.faster if plan.step_s < _GOOD * self.best_s)
+        taken = taken_by(chain(fastest, good))
         self._per_axis = dict.fromkeys(meshes, taken)
 
         def seconds(mesh: Mesh) -> float:

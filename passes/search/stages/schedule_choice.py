@@ -24,6 +24,8 @@ from autopar.runtime.step.pipeline import most_sends
 
 _FASTER = 1e-3
 """A schedule replaces a simpler one that is slower by more than this, relative."""
+_FAR = 1.1
+"""A timed schedule that takes so many times what is to be beaten is not made in less room."""
 _LESS_ROOM = 0.995
 """A timed schedule is made in this share of its room too: what fills it greedily is at times slower in a little more of it."""
 
@@ -103,10 +105,11 @@ def fastest_schedule(
     there = replace(room, bound=tuple(bound - more for bound, more in zip(room.bound, too_many, strict=True)))
     filled = there if _full_with_one(apart.graph, there_bytes, there) <= 1 else room
     rooms = [filled, _less(apart.graph, filled)]
+    far_off: set[str] = set()
     for name, space in [(n, r) for n in schedule_names(draft.task, draft) for r in rooms[: 1 + schedule_row(n).timed]]:
         to_beat_s = useless_from_s if best is None else best[1].step_time_s * (1 - _FASTER)
         row = schedule_row(name)
-        if least_s[row.splits_backward] >= to_beat_s:
+        if least_s[row.splits_backward] >= to_beat_s or name in far_off:
             continue
         if row.timed and one_microbatch > 1:
             no_room = one_microbatch
@@ -118,6 +121,7 @@ def fastest_schedule(
             continue
         counted = under(apart if splits_backward(table) else together, table)
         if counted.step_time_s >= to_beat_s:
+            far_off |= {name} if counted.step_time_s >= _FAR * to_beat_s else set()
             continue
         fullest = max(p / limit for p, limit in zip(counted.peaks, limits_bytes, strict=True))
         if fullest > 1:

@@ -115,6 +115,15 @@ def test_one_mesh_goes_first_where_its_bound_beats_what_cuts_within_memory_may_g
     assert looked_for == order
 
 
+def test_one_mesh_goes_first_where_experts_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch that holds more than rests has pipelines looked for first on many ranks, unless the model has experts."""
+    monkeypatch.setattr(best_plans, "MANY_RANKS", 1)
+    monkeypatch.setattr(best_plans, "least_bytes", lambda _: (1.0, 2.0))
+    assert best_plans._pipelines_first(task("mlp"))
+    monkeypatch.setattr(best_plans, "numbers_of_experts", lambda *_: {8})
+    assert not best_plans._pipelines_first(task("mlp"))
+
+
 def test_where_no_plan_fits_in_one_order_none_is_looked_for_in_another(monkeypatch: pytest.MonkeyPatch) -> None:
     one = task("mlp", 0.4)
     search = search_of(one, "mlp")
@@ -131,8 +140,30 @@ def test_where_no_plan_fits_in_one_order_none_is_looked_for_in_another(monkeypat
 def test_where_a_count_has_no_room_for_clear_fewer_are_not_asked(
     least: float, clear: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mesh begins below the first count that fits on the one before, 8, with the largest of them. What two microbatches hold
+    """A finer mesh begins below the first count that fits on a first one, 8, with the largest of them. What two microbatches hold
     beside sums of gradients, one has without. least: bytes of the smallest plan as a share of the limit, most for a moment."""
+    one = task("mlp")
+    search, meshes = search_of(one, "mlp"), [Mesh.of(dp=2), Mesh.of(tp=2)]
+    search._meshes, search._finer = ([(mesh, joint_on(one, mesh))] for mesh in meshes)
+    asked = asked_where_eight_fit(search, monkeypatch, least)
+    counts = [[M for at, M in asked if at == mesh] for mesh in meshes]
+    assert counts == [[1, 2, 4, 8], [4, 1, 8] if clear else [4, 2, 1, 8]]
+
+
+def test_the_first_meshes_take_turns_until_one_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No mesh is asked for ever more microbatches before the others were asked for fewer."""
+    one = task("mlp")
+    search, (dp, tp) = search_of(one, "mlp"), (Mesh.of(dp=2), Mesh.of(tp=2))
+    search._meshes, search._finer = [(mesh, joint_on(one, mesh)) for mesh in (dp, tp)], []
+    asked = asked_where_eight_fit(search, monkeypatch)
+    assert asked == [(mesh, M) for M in (1, 2, 4, 8) for mesh in (dp, tp)]
+
+
+def asked_where_eight_fit(
+    search: ShortMemorySearch, monkeypatch: pytest.MonkeyPatch, least: float = 1.1
+) -> list[tuple[Mesh, int]]:
+    """The meshes and counts that a search asks for plans on, in order, where eight microbatches have room on every mesh, and
+    fewer have none. least: bytes of the smallest plan as a share of the limit."""
     asked: list[tuple[Mesh, int]] = []
 
     def of_eight(one: Task, joint: JointSearch, useless_from_s: float) -> PricedPlan | Shortage:
@@ -143,12 +174,8 @@ def test_where_a_count_has_no_room_for_clear_fewer_are_not_asked(
 
     monkeypatch.setattr(short_memory, "fastest_within_limit", of_eight)
     monkeypatch.setattr(ShortMemorySearch, "_may_win", lambda *_: True)
-    one = task("mlp")
-    search, meshes = search_of(one, "mlp"), [Mesh.of(dp=2), Mesh.of(tp=2)]
-    search._meshes = [(mesh, joint_on(one, mesh)) for mesh in meshes]
     list(search.plans(math.inf))
-    counts = [[M for at, M in asked if at == mesh] for mesh in meshes]
-    assert counts == [[1, 2, 4, 8], [4, 1, 8] if clear else [4, 2, 1, 8]]
+    return asked
 
 
 @pytest.mark.parametrize(("without_room", "looked_at"), [((), [1, 2]), ((1, 2), [1, 2, 4])])
