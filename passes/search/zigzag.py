@@ -1,11 +1,12 @@
 """Plans whose causal sequences are in zigzag order: every mesh where ranks share rows, then the best plan once more.
 
-With contiguous blocks the rank with the last rows does up to twice the work of the mean, in order all do as much. So
-the best mesh may be another one in order. One order serves all meshes: where 2n chunks balance n blocks, they balance
-those of any divisor of n, which are several of them joined. So the program in the finest order that ranks may need is
-planned on every mesh, bounded by the best plan so far. The best plan that cuts rows, of these and of those in natural
-order, is planned once more in the order of its own blocks, on the same mesh or in the same stages. Ranks that have
-rows of their own gain nothing: for these nothing is looked for.
+With contiguous blocks the rank with the last rows does up to twice the work of the mean, in order all do as much. So the best
+mesh may be another one in order. One order serves all meshes: where 2n chunks balance n blocks, they balance those of any
+divisor of n, which are several of them joined. So the program in the finest order that ranks may need is planned on every
+mesh, bounded by the best plan so far; and in others where plans cut rows into blocks that it does not balance, as 48 ranks
+for 16 rows do that share a row by threes, or by eights in unequal numbers of rows. The best plan that cuts rows, of these and
+of those in natural order, is planned once more in the order of its own blocks, on the same mesh or in the same stages. Ranks
+that have rows of their own gain nothing: for these nothing is looked for.
 """
 
 from __future__ import annotations
@@ -43,10 +44,12 @@ def search_zigzag(
     """Plans in zigzag order that are faster than best_s, whenever there is a better one. plans: those found so far; without_room:
     where none fits in natural order, so that none does in another one, which holds as much."""
     found: RankedPlans = []
-    finest = most_ranks_a_row(plans) if task.options.strategy == "auto" else 1
-    if finest > 1:
+    for order in orders_for(plans, best_s) if task.options.strategy == "auto" else ():
         with suppress(NotOrdered):  # then blocks of a plan may still be put in order
-            for found in ShortMemorySearch(TasksByCount(task.in_order(finest), batch), without_room).plans(best_s):
+            before = found
+            best_s = min([best_s, *(plan.step_s for _, plan in before)])
+            for ranking in ShortMemorySearch(TasksByCount(task.in_order(order), batch), without_room).plans(best_s):
+                found = sorted([*ranking, *before], key=lambda pair: pair[1].step_s)
                 yield found
     asked: set[tuple[int, Mesh, int]] = set()
     for ranking in (found, plans):
@@ -74,9 +77,20 @@ def _best_again(
             return
 
 
+def orders_for(plans: RankedPlans, best_s: float) -> list[int]:
+    """The orders that all meshes are planned in: of as many blocks as ranks share a row at most where the program of a plan on
+    one mesh is shared evenly; and of as many as plans on one mesh cut rows into that may win in order, where the first do not
+    balance these. None where every rank has rows of its own, so that batches are cut at least as well as sequences in order."""
+    finest = most_ranks_a_row(plans)
+    may_win = (pair for pair in plans if len(pair[1].plan.stages) == 1 and pair[1].step_s < MOST_GAIN * best_s)
+    cut = {blocks_of_rows(plan.plan, owner.program) for owner, plan in may_win} if finest > 1 else set()
+    more = {n for n in cut if finest % n}
+    return [n for n in (finest, *sorted(more)) if n > 1 and not any(other > n and other % n == 0 for other in more)]
+
+
 def most_ranks_a_row(plans: RankedPlans) -> int:
     """How many ranks share a row of a microbatch at most where the program of a plan on one mesh is shared evenly; 1 where every
-    rank has rows of its own, so that batches are cut at least as well as sequences in order."""
+    rank has rows of its own."""
     shares = [1]
     for owner, plan in plans:
         rows, ranks = rows_of(owner.program), owner.cluster.size

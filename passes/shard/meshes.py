@@ -65,9 +65,8 @@ def finer_meshes(
     cluster: ClusterSpec, options: Options, middle: str, ranks: int, rows: int | None = None
 ) -> list[Mesh]:
     """Meshes of so many ranks with an axis `middle`, a power of two of them, inside `dp`: around an axis `tp` inside the fast
-    links, or by itself and across these. None where the options say axes, or an odd part of the ranks has one. rows: as of
-    `candidate_meshes`."""
-    if options.mesh is not None or options.axes is not None or odd_part(ranks) > 1:
+    links, or by itself and across these. None where the options say axes. rows: as of `candidate_meshes`."""
+    if options.mesh is not None or options.axes is not None:
         return []
     meshes, fast = [], _fast(cluster, ranks)
     for k in (*_inner(cluster, ranks)[:3], 1):
@@ -80,9 +79,11 @@ def finer_meshes(
 
 
 def _inner(cluster: ClusterSpec, ranks: int) -> list[int]:
-    """Sizes of an inner axis of so many ranks, the largest first."""
+    """Sizes of an inner axis of so many ranks, the largest first: powers of two, all that fast links join, and the odd part of
+    ranks that are no multiple of that."""
     fast = _fast(cluster, ranks)
-    return sorted({k for k in (2, 4, 8, fast) if 1 < k < ranks and ranks % k == 0 and k <= fast}, reverse=True)
+    odd = odd_part(ranks) if ranks % fast else 1
+    return sorted({k for k in (2, 4, 8, fast, odd) if 1 < k < ranks and ranks % k == 0 and k <= fast}, reverse=True)
 
 
 def _fast(cluster: ClusterSpec, ranks: int) -> int:

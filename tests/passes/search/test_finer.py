@@ -61,6 +61,10 @@ def test_an_axis_between_rows_and_fast_links_has_any_power_of_two() -> None:
     assert meshes == ["dp=2×ep=2×tp=4", "dp=4×ep=2×tp=2", "dp=2×ep=4×tp=2"]
     assert "dp=4×ep=16" in map(str, finer_meshes(H100, Options(), "ep", 64)), "two axes, the inner one across nodes"
     assert finer_meshes(small, Options(axes={"tp": 4}), "ep", 16) == []
+    three = ClusterSpec.preset("dgx-h100", nodes=6)
+    assert "dp=3×cp=8×tp=2" in map(str, finer_meshes(three, Options(), "cp", 48)), (
+        "the odd part is among those of the rows"
+    )
 
 
 def test_experts_get_an_axis_of_their_own_where_that_is_faster() -> None:

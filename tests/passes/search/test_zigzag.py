@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import autopar
 from autopar import ClusterSpec, Options, ParallelProgram
+from autopar.passes.search import zigzag
 from autopar.passes.search.task import Task
 from autopar.passes.search.zigzag import blocks_of_rows
 from tests.passes.order.models import Rotary, Sliced, tokens
@@ -44,6 +48,23 @@ def test_whole_rows_are_left_as_they_are() -> None:
     program = autopar.compile(Rotary(), ClusterSpec.local(4), tokens(), options=Options(mesh={"dp": 4}))
     assert blocks_of_rows(program.plan, program.ir) == 1
     assert program.plan.order == 0
+
+
+@pytest.mark.parametrize(
+    ("finest", "blocks", "orders"),
+    [(1, (8,), []), (3, (8, 4), [3, 8]), (16, (8, 2), [16]), (4, (8, 1), [8]), (6, (2, 4), [6, 4])],
+)
+def test_all_meshes_are_planned_in_every_order_that_a_plan_of_them_may_need(
+    finest: int, blocks: tuple[int, ...], orders: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of 48 ranks share a row of 16, which does not balance the eight blocks of a plan that shares rows unevenly."""
+    task = SimpleNamespace(program=None)
+    plans: Any = [(task, SimpleNamespace(plan=SimpleNamespace(stages=[0], n=n), step_s=1.0)) for n in blocks]
+    plans += [(task, SimpleNamespace(plan=SimpleNamespace(stages=[0, 1], n=5), step_s=1.0))]
+    plans += [(task, SimpleNamespace(plan=SimpleNamespace(stages=[0], n=7), step_s=2.0))]
+    monkeypatch.setattr(zigzag, "most_ranks_a_row", lambda _: finest)
+    monkeypatch.setattr(zigzag, "blocks_of_rows", lambda plan, _: plan.n)
+    assert zigzag.orders_for(plans, 1.0) == orders
 
 
 @pytest.mark.slow
