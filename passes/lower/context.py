@@ -26,7 +26,7 @@ from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.memo import Memo
 from autopar.passes.rules.runs import owed_block
 from autopar.plan import StagePlan, TemplatePlan
-from autopar.runtime.gradients.buckets import BUCKETED
+from autopar.runtime.gradients.bucket_sizes import BUCKETED
 from autopar.runtime.gradients.gather import GATHERED
 
 

@@ -23,7 +23,8 @@ from autopar.passes.played.meta_comm import MetaComm
 from autopar.passes.played.tensors import Layout, Ledger
 from autopar.passes.rules.memo import Memo
 from autopar.passes.rules.once import once
-from autopar.runtime.gradients.buckets import Buckets, BucketSizes
+from autopar.runtime.gradients.bucket_sizes import BucketSizes
+from autopar.runtime.gradients.buckets import Buckets
 from autopar.runtime.gradients.compression import Codec, Lost, Unsent
 from autopar.runtime.gradients.grads import GradEntry, GradStore
 from autopar.runtime.memory.tiers import Tiers

@@ -45,7 +45,7 @@ from autopar.ops.registry import Grouped
 from autopar.passes.played.gradients import sent_in_place, summed_bytes, unreduced_bytes, unreduced_spec
 from autopar.passes.price.compression import compressed_messages, compressing_bytes, wire_share
 from autopar.passes.price.pricer import Pricer
-from autopar.runtime.gradients.buckets import BUCKETED
+from autopar.runtime.gradients.bucket_sizes import BUCKETED
 from autopar.runtime.gradients.gather import GATHERED
 
 TemplateSeconds = Mapping[str, Mapping[str, float]]

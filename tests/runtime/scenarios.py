@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autopar.runtime import Comm, GradEntry, GradStore, Session
 from autopar.runtime.comm.calls import Message, Posted
-from autopar.runtime.gradients.buckets import BucketSizes
+from autopar.runtime.gradients.bucket_sizes import BucketSizes
 from tests.runtime import stages
 
 MESH = {"a": 2, "b": 2}

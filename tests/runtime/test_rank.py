@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.runtime import run_threads
 from autopar.runtime.errors import RuntimeProgramError
-from autopar.runtime.gradients.buckets import BucketSizes
+from autopar.runtime.gradients.bucket_sizes import BucketSizes
 from autopar.runtime.gradients.grads import GradStore
 from autopar.runtime.kernels.random import keep_mask
 from autopar.runtime.rank import Rank

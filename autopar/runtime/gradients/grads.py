@@ -28,7 +28,8 @@ from ..comm.calls import Handle
 from ..comm.comm import Axes, Comm
 from ..errors import RuntimeProgramError
 from ..memory.tiers import Tiers
-from .buckets import Buckets, BucketSizes, Steps
+from .bucket_sizes import BucketSizes, Steps
+from .buckets import Buckets
 from .compression import CODECS
 
 

@@ -26,7 +26,7 @@ from ..comm.comm import Comm
 from ..comm.recorder import Recorder, recorded, spanned
 from ..compiled.inductor import compile_met, compiler_on
 from ..errors import RuntimeProgramError
-from ..gradients.buckets import MIB
+from ..gradients.bucket_sizes import MIB
 from ..guards import Guards, InputLike
 from ..memory.tiers import Tiers
 from ..program.extras import filled, numbers_of

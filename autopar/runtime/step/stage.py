@@ -17,7 +17,7 @@ from ..comm.comm import Comm
 from ..comm.mesh import boxes_of, run_axes, slices_of
 from ..compiled.inductor import CompiledRegion, compiled_stage
 from ..errors import RuntimeProgramError
-from ..gradients.buckets import BucketSizes, Value
+from ..gradients.bucket_sizes import BucketSizes, Value
 from ..gradients.gather import Gather, start_gathers
 from ..gradients.grads import GradStore
 from ..guards import Guards

@@ -14,7 +14,7 @@ from autopar.ir.types import TensorType
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.alphabet import BIT
 from autopar.passes.rules.lattice import Lattice
-from autopar.runtime.gradients.buckets import BUCKETED
+from autopar.runtime.gradients.bucket_sizes import BUCKETED
 
 READ_S = 1e-18
 """Seconds of a byte of what a rank is given: too few to change a choice, and enough that it is given the block that it wants and

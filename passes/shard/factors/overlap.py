@@ -15,7 +15,7 @@ from autopar.ir.setting import Setting
 from autopar.passes.price.compression import LEAST_ITEMSIZE
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
-from autopar.runtime.gradients.buckets import BUCKETED
+from autopar.runtime.gradients.bucket_sizes import BUCKETED
 
 
 @dataclass(frozen=True)

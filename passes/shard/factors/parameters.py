@@ -14,7 +14,7 @@ from autopar.passes.price.pricer import Pricer
 from autopar.passes.shard.factors.conversions import along, conversions_s
 from autopar.passes.shard.factors.overlap import OverlapShares
 from autopar.passes.shard.factors.stored import Resting, Stored
-from autopar.runtime.gradients.buckets import BUCKETED
+from autopar.runtime.gradients.bucket_sizes import BUCKETED
 from autopar.runtime.gradients.gather import GATHERED
 
 

@@ -22,7 +22,7 @@ from autopar.passes.price.lines import (
     line_messages,
     regather_messages,
 )
-from autopar.runtime.gradients.buckets import BUCKETED
+from autopar.runtime.gradients.bucket_sizes import BUCKETED
 from autopar.runtime.gradients.gather import GATHERED
 
 from .stages import (

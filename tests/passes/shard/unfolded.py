@@ -8,7 +8,7 @@ from autopar.ir.spec import Spec
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.hubs import flow
 from autopar.passes.rules.sends import sent_by
-from autopar.runtime.gradients.buckets import BUCKETED
+from autopar.runtime.gradients.bucket_sizes import BUCKETED
 from autopar.runtime.gradients.gather import GATHERED
 
 

@@ -11,7 +11,8 @@ import torch
 from autopar.runtime import GradEntry, GradStore, run_threads
 from autopar.runtime.comm.mesh import Shares, interval
 from autopar.runtime.comm.reshard import TableStep
-from autopar.runtime.gradients.buckets import Buckets, BucketSizes, bytes_in_buckets
+from autopar.runtime.gradients.bucket_sizes import BucketSizes, bytes_in_buckets
+from autopar.runtime.gradients.buckets import Buckets
 from autopar.runtime.gradients.runs import Run, ends, ends_are_small
 from tests.runtime import stages
 from tests.runtime.scenarios import train

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autopar.runtime import GradEntry, GradStore, run_threads
-from autopar.runtime.gradients.buckets import BucketSizes
+from autopar.runtime.gradients.bucket_sizes import BucketSizes
 from autopar.runtime.gradients.compression import CODECS
 from tests.runtime.scenarios import MESH, value
 

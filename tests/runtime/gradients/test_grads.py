@@ -7,7 +7,7 @@ import torch
 
 from autopar.counter import ByteCounter
 from autopar.runtime import GradEntry, GradStore, RuntimeProgramError, run_threads
-from autopar.runtime.gradients.buckets import BucketSizes
+from autopar.runtime.gradients.bucket_sizes import BucketSizes
 from tests.runtime import scenarios, stages
 
 
