@@ -25,6 +25,12 @@ from autopar.passes.shard.reduce import Reduced, assigned
 
 CLOSE = 1e-4
 """Relative distance to the bound at which an assignment will do where the LP is not whole."""
+_MANY = 50_000
+"""Columns from which on a model is a large one, whose MIP may take minutes to prove the last thousandth."""
+_CLOSE_OF_MANY = 1e-3
+"""`CLOSE` of a large model."""
+_TIMES_LP = 8
+"""Times as long as its LP that the MIP of a large model may take."""
 _ONE_THREAD = HighsOptionsProto(int_options={"threads": 1}, string_options={"parallel": "off"})
 """HiGHS keeps its threads from one answer to the next: a process forked from this one would wait for them for ever."""
 _GAVE_UP = "INTERNAL"
@@ -163,6 +169,8 @@ def solve_ilp(r: Reduced, budget: float | None, time_limit_s: float) -> Answer:
         fits = budget is None or r.constant_memory <= budget * (1 + 1e-12)
         return Answer({} if fits else None, 0.0, True)
     model = _build(r, budget)
+    is_large = len(model.proto.variables.ids) > _MANY
+    close = _CLOSE_OF_MANY if is_large else CLOSE
     limit = datetime.timedelta(seconds=max(time_limit_s, 0.1))
     lp = _solved(model, mathopt.SolveParameters(time_limit=limit))
     if lp is None:
@@ -177,12 +185,14 @@ def solve_ilp(r: Reduced, budget: float | None, time_limit_s: float) -> Answer:
     if whole:
         return Answer(chosen, bound, True)
     if budget is None:
-        chosen, cost = polished(r, chosen, bound + CLOSE * abs(bound))
-        if cost - bound <= CLOSE * abs(bound):
+        chosen, cost = polished(r, chosen, bound + close * abs(bound))
+        if cost - bound <= close * abs(bound):
             return Answer(chosen, bound, True)
     for i in range(model.first_edge):
         model.proto.variables.integers[i] = True
-    mip = _solved(model, mathopt.SolveParameters(time_limit=limit, relative_gap_tolerance=CLOSE))
+    if is_large:
+        limit = min(limit, _TIMES_LP * lp.result.solve_stats.solve_time)
+    mip = _solved(model, mathopt.SolveParameters(time_limit=limit, relative_gap_tolerance=close))
     if mip is None or not mip.result.has_primal_feasible_solution():
         return Answer(chosen if budget is None else None, bound, False)
     by_mip, _ = _read(r, model, mip.values)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.passes.shard import eliminate, messages, padded, polish
+from autopar.passes.shard import eliminate, ilp, messages, padded, polish
 from autopar.passes.shard import solve as solving
 from autopar.passes.shard.eliminate import eliminated, elimination_order, order_beside
 from autopar.passes.shard.factors.graph import FactorGraph
@@ -172,6 +172,17 @@ def test_what_messages_leave_open_is_eliminated_where_the_mip_would_take_longer(
     assert by_mip is not None
     assert graph.value(choice) == pytest.approx(value, abs=1e-9)
     assert bound_s <= value * (1 + 1e-9) <= graph.value(by_mip) * (1 + 2e-9)
+
+
+@given(st.integers(0, 10_000), st.floats(0.0, 1.0))
+def test_large_models_are_left_within_a_thousandth_and_their_bounds_hold(seed: int, times_lp: float) -> None:
+    """A MIP that ends early leaves a whole assignment, and a bound below the optimum."""
+    graph = random_graph(seed, density=0.9)
+    with mock.patch.object(ilp, "_MANY", 0), mock.patch.object(ilp, "_TIMES_LP", times_lp):
+        answer = ilp.solve_ilp(start(graph), None, 60.0)
+    assert answer.chosen is not None
+    value, optimum = graph.value([answer.chosen[v] for v in range(len(graph.keys))]), brute_force(graph, None)
+    assert answer.bound * (1 - 1e-9) <= optimum <= value * (1 + 1e-9)
 
 
 def test_wide_graphs_are_left_to_messages() -> None:
