@@ -5,10 +5,10 @@ from __future__ import annotations
 from autopar.ir.call import OpCall, Operand
 from autopar.ir.rule import Labels, Rule
 from autopar.ops.labels import Maker, leading
-from autopar.ops.registry import define, named, register
+from autopar.ops.registry import define, named, once, register
 
 define(*named("index index_select gather take_along_dim scatter index_put index_copy"), precision="follow")
-define(*named("index _unsafe_index index_select gather take_along_dim"), linear=lambda call: [{0}], picks=True)
+define(*named("index _unsafe_index index_select gather take_along_dim"), linear=lambda call: [{0}], picks=once)
 define(
     *named("index_put _unsafe_index_put index_add scatter_add"),
     linear=lambda call: [{0, len(call.operands) - 1}] if call.get("accumulate", True) else [],

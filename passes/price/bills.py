@@ -165,7 +165,7 @@ def passes_over_memory(line: Line) -> bool | None:
     if not is_kernel(line.op):
         return None
     definition = find(line.op)
-    return definition is None or definition.work is None
+    return definition is None or (definition.work is None and not definition.alone)
 
 
 def _joins_passes(line: Line, run: AsRun, beside: SideBySide | None) -> bool | None:
