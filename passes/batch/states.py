@@ -17,26 +17,23 @@ The gradient of a shard is a shard, that of a whole value is partial, that of a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
-import torch
 from torch import fx
 
 from autopar.errors import CoupledError
-from autopar.ir.call import OpCall, Operand
-from autopar.ir.program import Program, Template, ValueRef, op_name, operand_values
+from autopar.ir.call import OpCall
+from autopar.ir.program import Program, Template, ValueRef, op_name, operand_nodes, operand_values
 from autopar.ir.rule import Labels, Rule
 from autopar.ops.registry import find
 from autopar.passes.batch.dims import Dims, Part, batch_dims, factor_of, part_in, result_values
 from autopar.passes.batch.prologue import Place
+from autopar.passes.batch.terms import affine, is_zeros, more_linear, shows
 from autopar.passes.rules.book import RuleBook
 
 State = Literal["whole", "shard", "sum", "max", "min", "unknown"]
 """A value is *unknown* while what it is made of must be known beforehand, and is not yet: the next pass says what it is."""
-COTANGENTS = ("g", "grad", "grad_out", "grad_output", "grad_w")
-"""Arguments of backward ops that are gradients of their forward's result, in which every backward is linear."""
 OF_GRADIENT: dict[State, State] = {
     "shard": "shard",
     "whole": "sum",
@@ -264,9 +261,14 @@ class _CallPass:
     def _sharded(self, node: fx.Node, rule: Rule, reads: list[str], factor: str, part: Part) -> list[State]:
         """Results of an op on a shard: every operand that has the factor must be one along it."""
         regroups = (definition := find(op_name(node.target))) is not None and definition.canonical == "regroup"
-        terms = [value for value in reads if self.states[value] not in ("shard", "whole")]
+        added = rule.added if factor in rule.summed else frozenset()
+        terms = [
+            v for k, v in enumerate(reads) if self.states[v] not in ("shard", "whole", *(["sum"] if k in added else []))
+        ]
         if terms:
             return self._known_first(node, rule, terms)
+        for k in added:
+            self._add_share(node, k)
         for k, (value, labels) in enumerate(zip(reads, rule.operands, strict=True)):
             state = self.states[value]
             expected = _ends(_places(labels, factor, part, rule))
@@ -282,6 +284,14 @@ class _CallPass:
             states.append("shard" if kept else "whole" if reduce is None else reduce)  # type: ignore[arg-type]
         return states
 
+    def _add_share(self, node: fx.Node, operand: int) -> None:
+        """Make an operand a term of the sum that the op makes, of which every microbatch has a part; zeros are one as it is."""
+        read = operand_nodes(node)[operand]
+        if self.states[read.name] == "whole" and not is_zeros(read):
+            if not self.template.op_calls[node.name].operands[operand].is_float:
+                self._couples("adds integers of the batch to others", node)
+            self.shares.add(OperandShare(node.name, operand))
+
     def _together(self, node: fx.Node, call: OpCall, rule: Rule, reads: list[str]) -> list[State]:
         """Results of an op on whole values and terms of sums."""
         if call.get("site", -1) != -1:
@@ -289,12 +299,12 @@ class _CallPass:
         terms = {k for k, v in enumerate(reads) if self.states[v] != "whole"}
         if not terms:
             return ["whole"] * len(call.results)
-        if _shows(node):
+        if shows(node):
             return [self.states[reads[0]]]
         for k in terms:
             if self.states[reads[k]] != "sum":
                 return self._known_first(node, rule, [reads[k]])
-        for group in (*rule.linear, *_more_linear(call)):
+        for group in (*rule.linear, *more_linear(call)):
             rest = [reads[k] for k in terms - group]
             if all(self.plain[v] for v in rest) and terms & group:
                 if rest:
@@ -303,7 +313,7 @@ class _CallPass:
                 if all(call.operands[k].is_float for k in shared):
                     self.shares |= {OperandShare(node.name, k) for k in shared}
                     return ["sum"] * len(call.results)
-        scalar = _affine(call)
+        scalar = affine(call)
         if scalar is not None:
             self.shares.add(OperandShare(node.name, scalar))
             return ["sum"] * len(call.results)
@@ -350,32 +360,6 @@ def _ends(places: dict[int, Part]) -> dict[int, int]:
 def _is_minor(dim: tuple[str, ...], factor: str, rule: Rule) -> bool:
     """Whether a dim has other factors before this one."""
     return factor in dim and any(rule.factors[f].size > 1 for f in dim[: dim.index(factor)])
-
-
-def _shows(node: fx.Node) -> bool:
-    """Whether an op shows the numbers of its only operand as they are."""
-    definition = find(op_name(node.target))
-    return definition is not None and definition.canonical in ("copy", "regroup")
-
-
-def _more_linear(call: OpCall) -> Iterator[frozenset[int]]:
-    """Operands in which an op is linear although ranks are not offered it: what its definition says, and of the backward of
-    another op the gradient that comes in. Counts that become fractions are among them."""
-    definition = find(call.op)
-    groups = [{arg.index} for name in COTANGENTS if isinstance(arg := call.get(name), Operand)]
-    if definition is not None and definition.linear is not None:
-        groups += definition.linear(call)
-    if all(t is None or t.is_float for t in call.results):
-        yield from (frozenset(group) for group in groups if all(call.operands[k].dtype != torch.bool for k in group))
-
-
-def _affine(call: OpCall) -> str | None:
-    """The scalar argument that an op adds to its only tensor."""
-    definition = find(call.op)
-    scalar = definition.adds if definition is not None else ""
-    is_added = scalar and len(call.operands) == 1 and not isinstance(call.get(scalar), Operand)
-    floats = all(t.is_float for t in call.operands)
-    return scalar if is_added and floats else None
 
 
 def _described(program: Program, ref: ValueRef) -> str:
