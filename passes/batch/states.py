@@ -7,7 +7,8 @@ and what accumulates is a sum: of the loss, of gradients, of buffers that are up
 
 - whole to partial, where a term that all microbatches have is added to a sum of theirs: each adds 1/M of it;
 - partial to whole before the first forward, of a value that depends on inputs alone, such as a count of tokens that a
-  loss divides by: a prologue call computes it for every microbatch (`autopar.passes.batch.prologue`).
+  loss divides by: a prologue call computes it for every microbatch (`autopar.passes.batch.prologue`). What is made of
+  such a value and of inputs is known beforehand too, and its sums are those of the next round.
 
 Where an op would need any other one the batch *couples* (statistics over it, softmax, sorting, a root of a mean): that op
 must see all samples at once, and the program cannot run in microbatches.
@@ -18,7 +19,7 @@ The gradient of a shard is a shard, that of a whole value is partial, that of a 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
 from torch import fx
 
@@ -65,20 +66,28 @@ class ResultShare:
 Share = OperandShare | ResultShare
 
 
+class Early(NamedTuple):
+    """How a value is known before the first forward: in a round after those of what it is made of, and by what the microbatches'
+    terms are put together."""
+
+    round: int
+    terms: State
+
+
 @dataclass(frozen=True)
 class Batched:
     """How the batch goes through a program.
 
     dims: per template, value -> dim -> Part. factors: per template, op -> the factor that holds the batch. sizes: a number
-    of microbatches must divide each of them. shares: per call. prologue: values to be known beforehand, with what their terms
-    are put together by. outputs, buffers: what microbatches make of the program's outputs and updated buffers.
+    of microbatches must divide each of them. shares: per call. prologue: values to be known beforehand. outputs, buffers: what
+    microbatches make of the program's outputs and updated buffers.
     """
 
     dims: dict[str, Dims]
     factors: dict[str, dict[str, str]]
     sizes: frozenset[int]
     shares: tuple[frozenset[Share], ...]
-    prologue: dict[Place, State]
+    prologue: dict[Place, Early]
     outputs: tuple[State, ...]
     buffers: dict[str, State]
 
@@ -86,7 +95,7 @@ class Batched:
 def batched(program: Program, rules: RuleBook) -> Batched:
     """Raises CoupledError, which names the op that must see the whole batch."""
     dims = batch_dims(program, rules)
-    prologue: dict[Place, State] = {}
+    prologue: dict[Place, Early] = {}
     while True:
         pass_ = _Pass(program, rules, dims, prologue)
         pass_.run()
@@ -98,11 +107,11 @@ def batched(program: Program, rules: RuleBook) -> Batched:
 class _Pass:
     """One pass over the calls. prologue: values that are known beforehand; wanted: those that must be, found on the way."""
 
-    def __init__(self, program: Program, rules: RuleBook, dims: dict[str, Dims], prologue: dict[Place, State]) -> None:
+    def __init__(self, program: Program, rules: RuleBook, dims: dict[str, Dims], prologue: dict[Place, Early]) -> None:
         self.program, self.rules, self.dims, self.prologue = program, rules, dims, prologue
-        self.wanted: dict[Place, State] = {}
+        self.wanted: dict[Place, Early] = {}
         self.states: dict[ValueRef, State] = {}
-        self.plain: dict[ValueRef, bool] = {}
+        self.rounds: dict[ValueRef, int | None] = {}
         self.factors: dict[str, dict[str, str]] = {name: {} for name in program.templates}
         self.sizes: set[int] = set()
         self.shares: list[frozenset[Share]] = []
@@ -112,7 +121,7 @@ class _Pass:
         known = {index for index, _ in self.prologue}
         first_alike: dict[tuple[object, ...], _CallPass] = {}
         for index, call in enumerate(self.program.calls):
-            reads = tuple((self.of(ref), self.depends_on_inputs_alone(ref)) for ref in call.inputs)
+            reads = tuple((self.of(ref), self.round_of(ref)) for ref in call.inputs)
             key = (call.template, reads, index == self._loss_call, index if index in known else None)
             alike = first_alike.get(key)
             if alike is None:
@@ -122,7 +131,7 @@ class _Pass:
                     first_alike[key] = alike
             for o in range(len(self.program.template_of(call).outputs)):
                 ref, same = ValueRef("call", index, o), ValueRef("call", alike.index, o)
-                self.states[ref], self.plain[ref] = self.states[same], self.plain[same]
+                self.states[ref], self.rounds[ref] = self.states[same], self.rounds[same]
             self.shares.append(frozenset(alike.shares))
 
     @property
@@ -158,10 +167,12 @@ class _Pass:
             return "whole" if self.program.batch_dims[ref.index] is None else "shard"
         return "whole" if ref.kind == "buffer" else self.states[ref]
 
-    def depends_on_inputs_alone(self, ref: ValueRef) -> bool:
+    def round_of(self, ref: ValueRef) -> int | None:
+        """The round before the first forward in which a value, or each microbatch's part of it, can be computed; None where it
+        depends on more than inputs."""
         if ref.kind == "call":
-            return self.plain[ref]
-        return ref.kind == "input" or ref.name not in self.program.buffer_updates
+            return self.rounds[ref]
+        return 0 if ref.kind == "input" or ref.name not in self.program.buffer_updates else None
 
 
 class _CallPass:
@@ -173,7 +184,7 @@ class _CallPass:
         self.template: Template = whole.program.template_of(self.call)
         self.dims = whole.dims[self.template.name]
         self.states: dict[str, State] = dict.fromkeys(self.template.params, "whole")
-        self.plain: dict[str, bool] = dict.fromkeys(self.template.params, False)
+        self.rounds: dict[str, int | None] = dict.fromkeys(self.template.params)
         self.shares: set[Share] = set()
         self.waits = False
 
@@ -181,7 +192,7 @@ class _CallPass:
         template = self.template
         for value, ref in zip(template.inputs, self.call.inputs, strict=True):
             self.states[value] = self.whole.of(ref)
-            self.plain[value] = self.whole.depends_on_inputs_alone(ref)
+            self.rounds[value] = self.whole.round_of(ref)
             if self.states[value] != "unknown" and (self.states[value] == "shard") != (value in self.dims):
                 self._couples(f"takes {_described(self.whole.program, ref)} along the batch, which has no batch dim")
         late = [n for n in template.ops if n.meta["phase"] != "F"]
@@ -190,12 +201,12 @@ class _CallPass:
                 self._op(node)
         for o, value in enumerate(template.outputs):
             ref = ValueRef("call", self.index, o)
-            self.whole.states[ref], self.whole.plain[ref] = self.states[value], self.plain[value]
+            self.whole.states[ref], self.whole.rounds[ref] = self.states[value], self.rounds[value]
             tangent = template.tangents[o]
             if tangent is not None:
                 is_loss = ref == self.whole.program.loss
                 self.states[tangent] = "whole" if is_loss else OF_GRADIENT[self.states[value]]
-                self.plain[tangent] = False
+                self.rounds[tangent] = None
         for node in late:
             self._op(node)
         for slot, (value, grad) in enumerate(zip(template.inputs, template.input_grads, strict=True)):
@@ -217,10 +228,12 @@ class _CallPass:
         reads, results = operand_values(node), result_values(node)
         if any(self.states[v] == "unknown" for v in reads):
             self.states |= dict.fromkeys(results.values(), "unknown")
-            self.plain |= dict.fromkeys(results.values(), False)
+            self.rounds |= dict.fromkeys(results.values())
             return
         held = self._factor(node, rule, reads, results)
-        plain = node.meta["phase"] == "F" and not self.template.random and all(self.plain[v] for v in reads)
+        known = [one for one in map(self.rounds.__getitem__, reads) if one is not None]
+        is_early = node.meta["phase"] == "F" and not self.template.random and len(known) == len(reads)
+        first = max(known, default=0) if is_early else None
         states = self._together(node, call, rule, reads) if held is None else self._sharded(node, rule, reads, *held)
         for i, value in results.items():
             state = states[i]
@@ -230,9 +243,9 @@ class _CallPass:
             if _ends(expected) != _ends(self.dims.get(value, {})):
                 self._couples("makes all of its batch dim at once", node)
             self.whole.sizes.update(part.size for part in expected.values())
-            prologue = (self.index, value) in self.whole.prologue
-            self.states[value] = "whole" if prologue else state
-            self.plain[value] = plain and not prologue
+            early = self.whole.prologue.get((self.index, value))
+            self.states[value] = state if early is None else "whole"
+            self.rounds[value] = first if early is None else early.round + 1
 
     def _factor(self, node: fx.Node, rule: Rule, reads: list[str], results: dict[int, str]) -> tuple[str, Part] | None:
         """The op's factor that holds the batch, and where in it."""
@@ -306,7 +319,7 @@ class _CallPass:
                 return self._known_first(node, rule, [reads[k]])
         for group in (*rule.linear, *more_linear(call)):
             rest = [reads[k] for k in terms - group]
-            if all(self.plain[v] for v in rest) and terms & group:
+            if all(self.rounds[v] is not None for v in rest) and terms & group:
                 if rest:
                     return self._known_first(node, rule, rest)
                 shared = group - terms
@@ -323,9 +336,10 @@ class _CallPass:
         """Results of an op that needs the sums `values` beforehand, which is where these depend on inputs alone."""
         self.waits = True
         for value in values:
-            if not self.plain[value] or self.states[value] == "shard":
+            first = self.rounds[value]
+            if first is None or self.states[value] == "shard":
                 self._couples("needs a sum over all samples of the batch first", node)
-            self.whole.wanted[self._place(value)] = self.states[value]
+            self.whole.wanted[self._place(value)] = Early(first, self.states[value])
         return ["unknown"] * len(rule.results)
 
     def _place(self, value: str) -> Place:

@@ -287,9 +287,7 @@ def _of_matrices(draw: Draw, name: str) -> Case:
     """Batches of matrices; those on the right may be one for all, or a list for each."""
     lead, n, r = draw.shape(1, 2), draw.pick(3, 4), draw.size()
     root = draw.f(*lead, n, n)
-    a = root @ root.mT / (4 * n) + 2 * torch.eye(
-        n, dtype=torch.float64
-    )  # of determinants whose gradients do not cancel
+    a = root @ root.mT / (4 * n) + 2 * torch.eye(n, dtype=torch.float64)
     b = draw.f(*lead, n, r)
     if name == "aten._linalg_solve_ex":
         return call(overload(name), a, draw.pick(b, draw.f(n, r), draw.f(*lead, n)))
