@@ -16,7 +16,8 @@ from autopar.ops.runtime_modules import RUNTIME_MODULES
 from autopar.runtime.memory.tiers import TIER_KINDS
 
 WHAT = {
-    "prepare": "What forward must know of the whole batch, of one microbatch; PREPARED says how all are put together.",
+    "prepare": "What forward must know of the whole batch, of one microbatch; PREPARED says how all are put together."
+    " `prepared`: what is known already.",
     "forward": "F: one microbatch forward. What backward needs is left in a list.",
     "backward": "B: one microbatch backward; gradients of parameters go to rt.grads.",
     "inputs": "B: gradients of what one microbatch reads; what those of parameters need is left in a list.",
@@ -35,9 +36,10 @@ def _function(function: Function, stage: LoweredStage, printer: Printer) -> dict
     returns, what = function.returns, function.name
     inputs = [row.name for row in stage.inputs]
     takes: list[tuple[str, Sequence[str], bool]]
-    match function.name:
+    match function.name.partition("_")[0]:
         case "prepare":
-            takes, results = [("inputs", inputs, False)], [returns]
+            what, prepared = "prepare", [a for a in function.args if a not in inputs]
+            takes, results = [("inputs", inputs, False), ("prepared", prepared, False)], [returns]
         case "forward":
             rest = [a for a in function.args if a not in inputs]
             received, prepared = rest[: len(stage.received)], rest[len(stage.received) :]

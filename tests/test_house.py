@@ -83,7 +83,7 @@ ROOMS = {
     """,
     "runtime.kernels": """
         draws fused triton_dropout
-        kernels tiles random ops softmax scans selection moves losses rnn ctc batch_norm grouped gates convolutions overflow
+        kernels tiles bags random ops softmax scans selection moves losses rnn ctc batch_norm grouped gates convolutions overflow
         attention
         experts
         images

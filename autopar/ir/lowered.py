@@ -132,7 +132,8 @@ class LoweredStage:
     """One stage's program: functions of its templates, and the functions that an action runs.
 
     forward(inputs…, received…, prepared…) -> outputs…, sent…, state…; backward(state…, received…) -> sent…, later…;
-    weights(later…). prepare(inputs…) -> prepared…, where something must be known of the whole batch beforehand.
+    weights(later…). prepare: functions (inputs…, prepared…) -> prepared…, where something must be known of the whole batch
+    beforehand: one for every round, which is given what those before it left.
     """
 
     index: int
@@ -141,7 +142,7 @@ class LoweredStage:
     forward: Function
     backward: Function | None
     weights: Function | None
-    prepare: Function | None
+    prepare: tuple[Function, ...]
     parameters: dict[str, StoredParameter]
     buffers: dict[str, TensorType]
     inputs: tuple[Row, ...]
@@ -153,12 +154,12 @@ class LoweredStage:
     training: bool
     microbatches: int
     prepared: tuple[str, ...] = ()
-    """The reductions that put the microbatches' values of `prepare` together."""
+    """The reductions that put the microbatches' values of `prepare` together, of all rounds."""
 
     @property
     def functions(self) -> tuple[Function, ...]:
         """The functions that actions run, in order."""
-        return tuple(f for f in (self.prepare, self.forward, self.backward, self.weights) if f is not None)
+        return tuple(f for f in (*self.prepare, self.forward, self.backward, self.weights) if f is not None)
 
     @property
     def by_action(self) -> tuple[tuple[str, Function], ...]:

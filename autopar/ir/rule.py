@@ -78,13 +78,15 @@ def carried_choices(strategy: Strategy, mesh: Mesh) -> tuple[tuple[str, str], ..
 
 @dataclass(frozen=True)
 class Rule:
-    """`operands[i]`, `results[i]`: per dim the factors it is made of, major first (None: not a tensor)."""
+    """`operands[i]`, `results[i]`: per dim the factors it is made of, major first (None: not a tensor). added: operands that are
+    terms of the result's sum, so that they arrive as partial sums over an axis that shards what the op contracts."""
 
     operands: tuple[Labels | None, ...]
     results: tuple[Labels | None, ...]
     factors: dict[str, Factor] = field(hash=False)
     linear: tuple[frozenset[int], ...] = ()
     carried: tuple[Carried, ...] = ()
+    added: frozenset[int] = frozenset()
 
     @cached_property
     def majors(self) -> dict[str, frozenset[str]]:
@@ -115,6 +117,12 @@ class Rule:
         return frozenset(f for labels in self.operands for dim in labels or () for f in dim)
 
     @cached_property
+    def summed(self) -> frozenset[str]:
+        """Factors of operands that no result has, over which sums are owed."""
+        held = {f for labels in self.results for dim in labels or () for f in dim}
+        return frozenset(f for f in self.contracted - held if self.factors[f].reduce == "sum")
+
+    @cached_property
     def carries(self) -> dict[str, Carried]:
         """The choices that come with messages, but those whose factors cannot be cut."""
         cut = (one for one in self.carried if all(f in self.factors and self.factors[f].size > 1 for f in one.factors))
@@ -125,7 +133,7 @@ class Rule:
         """The rule whatever the sizes of its factors, of which it is known whether they are one: the same object for all rules of
         one form."""
         of_any_size = {name: replace(factor, size=min(factor.size, 2)) for name, factor in self.factors.items()}
-        return _one_of_each(Rule(self.operands, self.results, of_any_size, self.linear, self.carried))
+        return _one_of_each(Rule(self.operands, self.results, of_any_size, self.linear, self.carried, self.added))
 
     def choices(self) -> tuple[str, ...]:
         """The choices of one mesh axis."""
@@ -236,7 +244,8 @@ class Rule:
         owed = tuple(
             (axis, "sum")
             for axis, choice in zip(mesh.names, strategy, strict=True)
-            if choice.startswith("~") and index in self.linear[int(choice[1:])]
+            if (choice.startswith("~") and index in self.linear[int(choice[1:])])
+            or (index in self.added and choice in self.summed)
         )
         return Spec(self._dims(labels, strategy, mesh), tuple(sorted(owed)))
 

@@ -14,6 +14,7 @@ from autopar.ops import (  # noqa: F401  each is imported for the ops that it re
     creation,
     ctc,
     embedding,
+    embedding_bag,
     experts,
     finite,
     grouped,

@@ -11,15 +11,15 @@ from autopar.ir.call import OpCall
 from autopar.ir.rule import Rule
 from autopar.ops.dialect import graph_op, lifts
 from autopar.ops.labels import Maker
-from autopar.ops.registry import Block, Offset, define
+from autopar.ops.registry import Block, Offset, define, once
 from autopar.runtime.kernels import ops as local
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
 
 define("aten.embedding", precision="low")
-define("autopar.embedding", linear=lambda call: [{0}], picks=True)
-define("autopar.embedding_grad", fills=True)
+define("autopar.embedding", linear=lambda call: [{0}], picks=once)
+define("autopar.embedding_grad", fills=once)
 
 
 def _table_offset(block: Block) -> dict[str, Any]:

@@ -41,7 +41,8 @@ define(
         "permute transpose t numpy_T unsqueeze squeeze select slice split unbind clone alias detach _to_copy flip repeat"
     ),
     *named("constant_pad_nd tril triu split_with_sizes chunk full zeros ones zeros_like ones_like full_like"),
-    *("autopar.linear", "autopar.layer_norm", "autopar.rms_norm", "autopar.dropout", "autopar.embedding"),
+    *("autopar.linear", "autopar.layer_norm", "autopar.rms_norm", "autopar.dropout"),
+    *("autopar.embedding", "autopar.embedding_bag", "autopar.embedding_bag_max"),
     *("autopar.einsum", "autopar.times", "autopar.pick", "autopar.attention", "autopar.conv", "autopar.in_range"),
     finite=_numbers_are,
 )

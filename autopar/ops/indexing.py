@@ -1,14 +1,20 @@
-"""Indexing and searching: gather, scatter, index tensors, histograms, sorted look-ups."""
+"""Indexing and searching: gather, scatter, index tensors, histograms, sorted look-ups.
+
+Values that an op adds where an index says so may be sharded along the index: every rank adds its own, and the results are terms
+of a sum, of which what is added to is one more (`Rule.added`).
+"""
 
 from __future__ import annotations
+
+import torch
 
 from autopar.ir.call import OpCall, Operand
 from autopar.ir.rule import Labels, Rule
 from autopar.ops.labels import Maker, leading
-from autopar.ops.registry import define, named, register
+from autopar.ops.registry import define, named, once, register
 
 define(*named("index index_select gather take_along_dim scatter index_put index_copy"), precision="follow")
-define(*named("index _unsafe_index index_select gather take_along_dim"), linear=lambda call: [{0}], picks=True)
+define(*named("index _unsafe_index index_select gather take_along_dim"), linear=lambda call: [{0}], picks=once)
 define(
     *named("index_put _unsafe_index_put index_add scatter_add"),
     linear=lambda call: [{0, len(call.operands) - 1}] if call.get("accumulate", True) else [],
@@ -17,7 +23,7 @@ define(
 
 @register(*named("gather scatter scatter_add scatter_reduce index_select index_add index_copy index_fill"))
 def index_along(call: OpCall) -> Rule:
-    """The indexed dim stays whole in what is indexed; dims of equal size elsewhere pass."""
+    """The indexed dim stays whole in what is indexed; dims of equal size elsewhere pass, and those that are added up are cut."""
     make = Maker()
     x = call.shapes[0]
     if not x:
@@ -31,19 +37,28 @@ def index_along(call: OpCall) -> Rule:
     labels: Labels = tuple(() if i == dim else make.add(f"d{i}", n, whole=not same[i]) for i, n in enumerate(x))
     operands: list[Labels | None] = [labels]
     reading = packet in ("gather", "index_select")
-    picked = make.add("j", call.shapes[1][dim if packet == "gather" else 0]) if reading and call.shapes[1] else ()
+    index = call.shapes[1] if len(call.shapes) > 1 else ()
+    named = index[dim if packet in ("gather", "scatter_add") else 0] if index else 1
+    as_many = all(s[dim] == named for s in others)
+    adding = packet in ("scatter_add", "index_add") and as_many and _of_numbers(call)
+    picked = make.add("j", named) if reading or adding else ()
     for s in call.shapes[1:]:
         if len(s) == len(x) and not (len(x) == 1 and packet.startswith("index_")):
             operands.append(tuple(picked if i == dim else d if same[i] else () for i, d in enumerate(labels)))
         else:
-            operands.append(tuple(picked if reading else () for _ in s))
+            operands.append(tuple(picked for _ in s))
     out = tuple(picked if i == dim else d if same[i] or packet != "gather" else () for i, d in enumerate(labels))
-    return make.rule(operands, [out if reading else labels])
+    return make.rule(operands, [out if reading else labels], added={0} if adding else ())
+
+
+def _of_numbers(call: OpCall) -> bool:
+    """Whether what is added up is a sum."""
+    return call.operands[0].dtype != torch.bool
 
 
 @register("aten.index", "aten._unsafe_index", "aten.index_put", "aten._unsafe_index_put")
 def index(call: OpCall) -> Rule:
-    """Dims that are indexed stay whole; reading, dims of the index tensors pass to the result."""
+    """Dims that are indexed stay whole; dims of the index tensors pass to the result of reading, and are added up by adding."""
     make = Maker()
     x = call.shapes[0]
     indices = list(call["indices"])
@@ -54,7 +69,8 @@ def index(call: OpCall) -> Rule:
         return leading(call, 0)
     shape = _broadcast([t.shape for t in tensors])
     reading = not call.op.split(".")[1].endswith("index_put")
-    picked: Labels = tuple(make.add(f"j{i}", n, whole=not reading) for i, n in enumerate(shape))
+    adding = not reading and bool(call.get("accumulate", False)) and _of_numbers(call)
+    picked: Labels = tuple(make.add(f"j{i}", n, whole=not reading and not adding) for i, n in enumerate(shape))
     labels: Labels = tuple(() if i in where else make.add(f"d{i}", n) for i, n in enumerate(x))
     at = where[0] if where == list(range(where[0], where[-1] + 1)) else 0
     rest = [d for i, d in enumerate(labels) if i not in where]
@@ -64,7 +80,7 @@ def index(call: OpCall) -> Rule:
     if not reading:
         values = call.operand("values")
         operands.append(_tail(value, values.shape))
-        return make.rule(operands, [labels])
+        return make.rule(operands, [labels], added={0} if adding else ())
     return make.rule(operands, [value])
 
 

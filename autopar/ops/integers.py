@@ -86,7 +86,9 @@ def _count_dtype(weights: Tensor | None) -> torch.dtype:
 # --- indices
 
 
-def _one(argument: str, size: Callable[[OpCall], int], negative: bool = False) -> Callable[[OpCall], tuple[Index, ...]]:
+def one_index(
+    argument: str, size: Callable[[OpCall], int], negative: bool = False
+) -> Callable[[OpCall], tuple[Index, ...]]:
     """The indices of an op that has one index argument, into so many; negative: counted from the end too."""
 
     def indexes(call: OpCall) -> tuple[Index, ...]:
@@ -110,19 +112,21 @@ def _of_each_dim(call: OpCall) -> tuple[Index, ...]:
     return tuple(indices)
 
 
-define("autopar.embedding", indexes=_one("index", lambda call: call.shapes[0][0]))
-define("autopar.pick", indexes=_one("index", _along))
-define("autopar.linear_cross_entropy", indexes=_one("index", lambda call: call.operand("w").shape[0]))
+define("autopar.embedding", indexes=one_index("index", lambda call: call.shapes[0][0]))
+define("autopar.pick", indexes=one_index("index", _along))
+define("autopar.linear_cross_entropy", indexes=one_index("index", lambda call: call.operand("w").shape[0]))
 define(
     *named("gather scatter scatter_add scatter_reduce index_select index_add index_copy index_reduce"),
-    indexes=_one("index", _along),
+    indexes=one_index("index", _along),
 )
-define("aten.index_fill", indexes=_one("index", _along, negative=True))
-define(*named("take put"), indexes=_one("index", lambda call: math.prod(call.shapes[0]), negative=True))
+define("aten.index_fill", indexes=one_index("index", _along, negative=True))
+define(*named("take put"), indexes=one_index("index", lambda call: math.prod(call.shapes[0]), negative=True))
 define(*named("index index_put"), indexes=_of_each_dim)
-define(*named("_embedding_bag _embedding_bag_forward_only"), indexes=_one("indices", lambda call: call.shapes[0][0]))
-define("aten.max_unpool2d", indexes=_one("indices", lambda call: math.prod(call["output_size"])))
-define("aten.multi_margin_loss", indexes=_one("target", lambda call: call.shapes[0][-1]))
+define(
+    *named("_embedding_bag _embedding_bag_forward_only"), indexes=one_index("indices", lambda call: call.shapes[0][0])
+)
+define("aten.max_unpool2d", indexes=one_index("indices", lambda call: math.prod(call["output_size"])))
+define("aten.multi_margin_loss", indexes=one_index("target", lambda call: call.shapes[0][-1]))
 
 
 # --- values

@@ -41,6 +41,7 @@ class Maker:
         results: list[Labels | None],
         linear: list[set[int]] | None = None,
         carried: Iterable[Carried] = (),
+        added: Iterable[int] = (),
     ) -> Rule:
         used = {f for labels in (*operands, *results) for dim in labels or () for f in dim}
         return Rule(
@@ -49,6 +50,7 @@ class Maker:
             {k: f for k, f in self.factors.items() if k in used},
             tuple(frozenset(g) for g in linear or ()),
             tuple(carried),
+            frozenset(added),
         )
 
 

@@ -245,8 +245,10 @@ class OpDef:
         dear: too dear to run a second time under selective recompute. None: if it has `work`.
         kept: no recompute policy runs it again, as it makes beside its result what backward would compute.
         linear(call): groups of operands in which it is linear, beside those of its rule (which ranks are offered).
-        picks: of its first operand it reads no more than it makes (a look-up, a gather).
-        fills: its result is zeros where nothing of its first operand is added (the gradient of a look-up).
+        picks(call): how many elements of its first operand it reads, and of no others, for each that it makes (a look-up: one).
+        fills(call): how often it adds each element of its first operand to a result that is zeros elsewhere (the gradient of a
+            look-up: once).
+        alone: no compiler joins its kernel with its neighbours', though it is no product.
         inside: factors of the rows of the matrices that its products make and it does not give.
         adds: name of the scalar argument that it adds to its only tensor.
         carries: its results are its operands moved, cast or added, so what becomes of a gradient is a gradient.
@@ -302,8 +304,9 @@ class OpDef:
     dear: bool | None = None
     kept: bool = False
     linear: Callable[[OpCall], list[set[int]]] | None = None
-    picks: bool = False
-    fills: bool = False
+    picks: Callable[[OpCall], float] | None = field(default=None, compare=False)
+    fills: Callable[[OpCall], float] | None = field(default=None, compare=False)
+    alone: bool = False
     inside: tuple[str, ...] = ()
     adds: str = ""
     carries: bool = False
@@ -357,6 +360,11 @@ def register(*names: str, **facts: Any) -> Callable[[RuleFunction], RuleFunction
         return rule
 
     return add
+
+
+def once(call: OpCall) -> float:
+    """`OpDef.picks` of a look-up, and `OpDef.fills` of its gradient."""
+    return 1.0
 
 
 def named(names: str) -> tuple[str, ...]:

@@ -6,13 +6,14 @@ import types
 from collections.abc import Iterable
 
 from autopar import runtime
-from autopar.runtime.kernels import batch_norm, losses, moves, ops, rnn, scans, selection, softmax
+from autopar.runtime.kernels import bags, batch_norm, losses, moves, ops, rnn, scans, selection, softmax
 from autopar.runtime.kernels.attention import attention, zigzag
 from autopar.runtime.kernels.experts import experts
 from autopar.runtime.kernels.images import images, pools
 
 RUNTIME_MODULES: dict[str, types.ModuleType] = {
     "attention": attention,
+    "bags": bags,
     "batch_norm": batch_norm,
     "experts": experts,
     "images": images,

@@ -5,10 +5,16 @@ Batch and channels shard; the image's own dims stay whole.
 
 from __future__ import annotations
 
+import torch
+
 from autopar.ir.call import OpCall
 from autopar.ir.rule import Labels, Rule
+from autopar.ops.dialect import lifts
 from autopar.ops.labels import Maker, all_float, leading
 from autopar.ops.registry import define, named, register
+
+Tensor = torch.Tensor
+aten = torch.ops.aten
 
 define(*named("im2col col2im pixel_shuffle pixel_unshuffle channel_shuffle"), precision="follow")
 
@@ -62,3 +68,21 @@ def grid_sampler(call: OpCall) -> Rule:
         results: list[Labels | None] = [pictures if wanted[0] else None, grid if wanted[1] else None]
         return make.rule([pictures, pictures, grid], results)
     return make.rule([pictures, grid], [pictures], [{0}])
+
+
+@lifts(aten.affine_grid_generator.default)
+def _affine_grid(theta: Tensor, size: list[int], align_corners: bool) -> Tensor:
+    """(n, *image, d) of theta: (n, d, d + 1), a product with the places of one image, which all samples have."""
+    image = size[2:]
+    places = [_places(n, align_corners, theta) for n in image]
+    grid = torch.meshgrid(*places, indexing="ij")[::-1]  # columns come first
+    base = torch.stack([*grid, torch.ones_like(grid[0])], -1).reshape(-1, len(image) + 1)
+    return torch.matmul(base, theta.mT).reshape(theta.shape[0], *image, len(image))
+
+
+def _places(n: int, align_corners: bool, like: Tensor) -> Tensor:
+    """Where n pixels are between -1 and 1: from corner to corner, or in the middle of their own parts; one is in the middle."""
+    if n == 1:
+        return torch.zeros([1], dtype=like.dtype, device=like.device)
+    places = torch.linspace(-1, 1, n, dtype=like.dtype, device=like.device)
+    return places if align_corners else places * ((n - 1) / n)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.ir.call import OpCall
 from autopar.ir.rule import Labels, Rule
 from autopar.ops.labels import Maker, all_float, leading, reduced_dims
-from autopar.ops.registry import register
+from autopar.ops.registry import named, register
 
 
 @register("aten._fft_r2c", "aten._fft_c2c", "aten._fft_c2r", linear=lambda call: [{0}])
@@ -59,3 +59,21 @@ def solve_triangular(call: OpCall) -> Rule:
     side = make.add("r", b[-1] if call["left"] else b[-2])
     right: Labels = (*lead, (), side) if call["left"] else (*lead, side, ())
     return make.rule([(*lead, (), ()), right], [right], [{1}] if all_float(call) else [])
+
+
+@register(
+    *named("_linalg_solve_ex linalg_inv_ex linalg_cholesky_ex cholesky_solve cholesky_inverse linalg_lu_factor_ex"),
+    *named("linalg_lu_solve linalg_qr _linalg_eigh _linalg_svd _linalg_det _linalg_slogdet linalg_matrix_exp"),
+)
+def of_matrices(call: OpCall) -> Rule:
+    """Batch dims of matrices pass where all operands have them; the matrices stay whole."""
+    first = call.shapes[0]
+    lead = first[:-2]
+    alike = all(t is not None and t.shape[: len(lead)] == lead for t in (*call.operands, *call.results))
+    matrices = (
+        t.shape for t in call.operands if t.is_float
+    )  # pivots are lists; a list on the right is one for each matrix
+    batched = all(
+        len(s) == len(first) or (call.op.startswith("aten._linalg_solve") and s == first[:-1]) for s in matrices
+    )
+    return leading(call, len(lead) if alike and batched else 0)

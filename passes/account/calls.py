@@ -56,7 +56,8 @@ def measure(
         for name, t in stage.templates.items()
     }
     seconds = {action: np.zeros(n) for action in "FBW"}
-    functions = zip("FBWF", (stage.forward, stage.backward, stage.weights, stage.prepare), strict=True)
+    prologue = (("F", function) for function in stage.prepare)
+    functions = (*zip("FBW", (stage.forward, stage.backward, stage.weights), strict=True), *prologue)
     for action, function in functions:
         numbers = [call.number for call in function.calls] if function is not None else []
         for cost in line_costs(function, stage, pricer, per_call) if numbers else ():  # to the call before or after it

@@ -74,10 +74,14 @@ def divided(program: Program, batch: Batched, microbatches: int, rules: RuleBook
     buffers: dict[str, Literal["sum", "same", "each"]] = {
         name: "sum" if state == "sum" else "same" for name, state in batch.buffers.items()
     }
-    reductions = tuple(str(state) for state in batch.prologue.values())
+    rounds = [
+        [place for place, early in batch.prologue.items() if early.round == number]
+        for number in range(max((early.round + 1 for early in batch.prologue.values()), default=0))
+    ]
+    reductions = tuple(str(batch.prologue[place].terms) for places in rounds for place in places)
     hangs = Microbatched(outputs, buffers, reductions)
     parts = replace(program, templates=templates, calls=tuple(calls), inputs=inputs, microbatched=hangs)
-    return with_prologue(parts, list(batch.prologue))
+    return with_prologue(parts, rounds)
 
 
 def _join(program: Program, batch: Batched, k: int, state: State) -> Join:

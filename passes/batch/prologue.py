@@ -2,7 +2,8 @@
 
 `sum(losses) / sum(counted)`: each microbatch has its own terms of both sums, but the quotient needs the second one whole.
 It depends on the batch's inputs alone, so a small *prologue* call computes its terms for every microbatch before the step
-proper, they are added up, and each forward divides by the sum.
+proper, they are added up, and each forward divides by the sum. Sums that are made of such sums, as of class weights that are
+made of counts, come in a next round, by a call of their own that reads what the one before it left.
 """
 
 from __future__ import annotations
@@ -20,10 +21,18 @@ Place = tuple[int, str]
 """A value of a call."""
 
 
-def with_prologue(program: Program, places: Sequence[Place]) -> Program:
-    """The program with these values, each of a call with a template of its own, moved into a prologue call."""
-    if not places:
+def with_prologue(program: Program, rounds: Sequence[Sequence[Place]]) -> Program:
+    """The program with these values, each of a call with a template of its own, moved into prologue calls, one for every
+    round."""
+    if not rounds:
         return program
+    first, *later = rounds
+    at = min(c for c, _ in first)  # a prologue call is put there, and what is known later is of calls behind it
+    return with_prologue(_with_round(program, first), [[(c + (c >= at), v) for c, v in places] for places in later])
+
+
+def _with_round(program: Program, places: Sequence[Place]) -> Program:
+    """The program with values moved into one prologue call. places: their calls, before it is there."""
     prologue, refs = _prologue(program, places)
     at = min(c for c, _ in places)
     sums = {place: ValueRef("call", at, k) for k, place in enumerate(places)}
@@ -58,10 +67,15 @@ def _sources(program: Program, place: Place) -> list[Place]:
     template = program.template_of(program.calls[call])
     if value in template.inputs:
         ref = program.calls[call].inputs[template.inputs.index(value)]
-        if ref.kind != "call":
+        if _is_given(program, ref):
             return []
         return [(ref.index, program.template_of(program.calls[ref.index]).outputs[ref.output])]
     return [(call, v) for v in operand_values(resolve(template.nodes[value])[0])]
+
+
+def _is_given(program: Program, ref: ValueRef) -> bool:
+    """Whether a prologue call reads a value as it is: an input, or what an earlier round left."""
+    return ref.kind != "call" or program.calls[ref.index].prologue
 
 
 def _prologue(program: Program, places: Sequence[Place]) -> tuple[Template, list[ValueRef]]:
@@ -72,7 +86,7 @@ def _prologue(program: Program, places: Sequence[Place]) -> tuple[Template, list
 
     def place_input(ref: ValueRef) -> fx.Node:
         if ref not in inputs:
-            node = graph.placeholder(f"input_{ref.index}")
+            node = graph.placeholder(f"input_{ref.index}" if ref.kind == "input" else f"given_{len(inputs)}")
             node.meta = {"type": program.type_of(ref), "phase": "F", "source": ""}
             inputs[ref] = node
         return inputs[ref]
@@ -81,7 +95,7 @@ def _prologue(program: Program, places: Sequence[Place]) -> tuple[Template, list
         template = program.template_of(program.calls[call])
         if node.op == "placeholder":
             ref = program.calls[call].inputs[template.inputs.index(node.name)]
-            if ref.kind != "call":
+            if _is_given(program, ref):
                 return place_input(ref)
             owner = program.template_of(program.calls[ref.index])
             return copy(ref.index, owner.nodes[owner.outputs[ref.output]])
@@ -116,7 +130,7 @@ def _reads(program: Program, place: Place) -> list[ValueRef]:
         template = program.template_of(program.calls[call])
         if value in template.inputs:
             ref = program.calls[call].inputs[template.inputs.index(value)]
-            if ref.kind != "call":
+            if _is_given(program, ref):
                 found[ref] = None
         stack.extend(_sources(program, (call, value)))
     return list(found)

@@ -7,7 +7,8 @@ and what accumulates is a sum: of the loss, of gradients, of buffers that are up
 
 - whole to partial, where a term that all microbatches have is added to a sum of theirs: each adds 1/M of it;
 - partial to whole before the first forward, of a value that depends on inputs alone, such as a count of tokens that a
-  loss divides by: a prologue call computes it for every microbatch (`autopar.passes.batch.prologue`).
+  loss divides by: a prologue call computes it for every microbatch (`autopar.passes.batch.prologue`). What is made of
+  such a value and of inputs is known beforehand too, and its sums are those of the next round.
 
 Where an op would need any other one the batch *couples* (statistics over it, softmax, sorting, a root of a mean): that op
 must see all samples at once, and the program cannot run in microbatches.
@@ -17,26 +18,23 @@ The gradient of a shard is a shard, that of a whole value is partial, that of a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
-import torch
 from torch import fx
 
 from autopar.errors import CoupledError
-from autopar.ir.call import OpCall, Operand
-from autopar.ir.program import Program, Template, ValueRef, op_name, operand_values
+from autopar.ir.call import OpCall
+from autopar.ir.program import Program, Template, ValueRef, op_name, operand_nodes, operand_values
 from autopar.ir.rule import Labels, Rule
 from autopar.ops.registry import find
 from autopar.passes.batch.dims import Dims, Part, batch_dims, factor_of, part_in, result_values
 from autopar.passes.batch.prologue import Place
+from autopar.passes.batch.terms import affine, is_zeros, more_linear, shows
 from autopar.passes.rules.book import RuleBook
 
 State = Literal["whole", "shard", "sum", "max", "min", "unknown"]
 """A value is *unknown* while what it is made of must be known beforehand, and is not yet: the next pass says what it is."""
-COTANGENTS = ("g", "grad", "grad_out", "grad_output", "grad_w")
-"""Arguments of backward ops that are gradients of their forward's result, in which every backward is linear."""
 OF_GRADIENT: dict[State, State] = {
     "shard": "shard",
     "whole": "sum",
@@ -68,20 +66,28 @@ class ResultShare:
 Share = OperandShare | ResultShare
 
 
+class Early(NamedTuple):
+    """How a value is known before the first forward: in a round after those of what it is made of, and by what the microbatches'
+    terms are put together."""
+
+    round: int
+    terms: State
+
+
 @dataclass(frozen=True)
 class Batched:
     """How the batch goes through a program.
 
     dims: per template, value -> dim -> Part. factors: per template, op -> the factor that holds the batch. sizes: a number
-    of microbatches must divide each of them. shares: per call. prologue: values to be known beforehand, with what their terms
-    are put together by. outputs, buffers: what microbatches make of the program's outputs and updated buffers.
+    of microbatches must divide each of them. shares: per call. prologue: values to be known beforehand. outputs, buffers: what
+    microbatches make of the program's outputs and updated buffers.
     """
 
     dims: dict[str, Dims]
     factors: dict[str, dict[str, str]]
     sizes: frozenset[int]
     shares: tuple[frozenset[Share], ...]
-    prologue: dict[Place, State]
+    prologue: dict[Place, Early]
     outputs: tuple[State, ...]
     buffers: dict[str, State]
 
@@ -89,7 +95,7 @@ class Batched:
 def batched(program: Program, rules: RuleBook) -> Batched:
     """Raises CoupledError, which names the op that must see the whole batch."""
     dims = batch_dims(program, rules)
-    prologue: dict[Place, State] = {}
+    prologue: dict[Place, Early] = {}
     while True:
         pass_ = _Pass(program, rules, dims, prologue)
         pass_.run()
@@ -101,11 +107,11 @@ def batched(program: Program, rules: RuleBook) -> Batched:
 class _Pass:
     """One pass over the calls. prologue: values that are known beforehand; wanted: those that must be, found on the way."""
 
-    def __init__(self, program: Program, rules: RuleBook, dims: dict[str, Dims], prologue: dict[Place, State]) -> None:
+    def __init__(self, program: Program, rules: RuleBook, dims: dict[str, Dims], prologue: dict[Place, Early]) -> None:
         self.program, self.rules, self.dims, self.prologue = program, rules, dims, prologue
-        self.wanted: dict[Place, State] = {}
+        self.wanted: dict[Place, Early] = {}
         self.states: dict[ValueRef, State] = {}
-        self.plain: dict[ValueRef, bool] = {}
+        self.rounds: dict[ValueRef, int | None] = {}
         self.factors: dict[str, dict[str, str]] = {name: {} for name in program.templates}
         self.sizes: set[int] = set()
         self.shares: list[frozenset[Share]] = []
@@ -115,7 +121,7 @@ class _Pass:
         known = {index for index, _ in self.prologue}
         first_alike: dict[tuple[object, ...], _CallPass] = {}
         for index, call in enumerate(self.program.calls):
-            reads = tuple((self.of(ref), self.depends_on_inputs_alone(ref)) for ref in call.inputs)
+            reads = tuple((self.of(ref), self.round_of(ref)) for ref in call.inputs)
             key = (call.template, reads, index == self._loss_call, index if index in known else None)
             alike = first_alike.get(key)
             if alike is None:
@@ -125,7 +131,7 @@ class _Pass:
                     first_alike[key] = alike
             for o in range(len(self.program.template_of(call).outputs)):
                 ref, same = ValueRef("call", index, o), ValueRef("call", alike.index, o)
-                self.states[ref], self.plain[ref] = self.states[same], self.plain[same]
+                self.states[ref], self.rounds[ref] = self.states[same], self.rounds[same]
             self.shares.append(frozenset(alike.shares))
 
     @property
@@ -161,10 +167,12 @@ class _Pass:
             return "whole" if self.program.batch_dims[ref.index] is None else "shard"
         return "whole" if ref.kind == "buffer" else self.states[ref]
 
-    def depends_on_inputs_alone(self, ref: ValueRef) -> bool:
+    def round_of(self, ref: ValueRef) -> int | None:
+        """The round before the first forward in which a value, or each microbatch's part of it, can be computed; None where it
+        depends on more than inputs."""
         if ref.kind == "call":
-            return self.plain[ref]
-        return ref.kind == "input" or ref.name not in self.program.buffer_updates
+            return self.rounds[ref]
+        return 0 if ref.kind == "input" or ref.name not in self.program.buffer_updates else None
 
 
 class _CallPass:
@@ -176,7 +184,7 @@ class _CallPass:
         self.template: Template = whole.program.template_of(self.call)
         self.dims = whole.dims[self.template.name]
         self.states: dict[str, State] = dict.fromkeys(self.template.params, "whole")
-        self.plain: dict[str, bool] = dict.fromkeys(self.template.params, False)
+        self.rounds: dict[str, int | None] = dict.fromkeys(self.template.params)
         self.shares: set[Share] = set()
         self.waits = False
 
@@ -184,7 +192,7 @@ class _CallPass:
         template = self.template
         for value, ref in zip(template.inputs, self.call.inputs, strict=True):
             self.states[value] = self.whole.of(ref)
-            self.plain[value] = self.whole.depends_on_inputs_alone(ref)
+            self.rounds[value] = self.whole.round_of(ref)
             if self.states[value] != "unknown" and (self.states[value] == "shard") != (value in self.dims):
                 self._couples(f"takes {_described(self.whole.program, ref)} along the batch, which has no batch dim")
         late = [n for n in template.ops if n.meta["phase"] != "F"]
@@ -193,12 +201,12 @@ class _CallPass:
                 self._op(node)
         for o, value in enumerate(template.outputs):
             ref = ValueRef("call", self.index, o)
-            self.whole.states[ref], self.whole.plain[ref] = self.states[value], self.plain[value]
+            self.whole.states[ref], self.whole.rounds[ref] = self.states[value], self.rounds[value]
             tangent = template.tangents[o]
             if tangent is not None:
                 is_loss = ref == self.whole.program.loss
                 self.states[tangent] = "whole" if is_loss else OF_GRADIENT[self.states[value]]
-                self.plain[tangent] = False
+                self.rounds[tangent] = None
         for node in late:
             self._op(node)
         for slot, (value, grad) in enumerate(zip(template.inputs, template.input_grads, strict=True)):
@@ -220,10 +228,12 @@ class _CallPass:
         reads, results = operand_values(node), result_values(node)
         if any(self.states[v] == "unknown" for v in reads):
             self.states |= dict.fromkeys(results.values(), "unknown")
-            self.plain |= dict.fromkeys(results.values(), False)
+            self.rounds |= dict.fromkeys(results.values())
             return
         held = self._factor(node, rule, reads, results)
-        plain = node.meta["phase"] == "F" and not self.template.random and all(self.plain[v] for v in reads)
+        known = [one for one in map(self.rounds.__getitem__, reads) if one is not None]
+        is_early = node.meta["phase"] == "F" and not self.template.random and len(known) == len(reads)
+        first = max(known, default=0) if is_early else None
         states = self._together(node, call, rule, reads) if held is None else self._sharded(node, rule, reads, *held)
         for i, value in results.items():
             state = states[i]
@@ -233,9 +243,9 @@ class _CallPass:
             if _ends(expected) != _ends(self.dims.get(value, {})):
                 self._couples("makes all of its batch dim at once", node)
             self.whole.sizes.update(part.size for part in expected.values())
-            prologue = (self.index, value) in self.whole.prologue
-            self.states[value] = "whole" if prologue else state
-            self.plain[value] = plain and not prologue
+            early = self.whole.prologue.get((self.index, value))
+            self.states[value] = state if early is None else "whole"
+            self.rounds[value] = first if early is None else early.round + 1
 
     def _factor(self, node: fx.Node, rule: Rule, reads: list[str], results: dict[int, str]) -> tuple[str, Part] | None:
         """The op's factor that holds the batch, and where in it."""
@@ -264,9 +274,14 @@ class _CallPass:
     def _sharded(self, node: fx.Node, rule: Rule, reads: list[str], factor: str, part: Part) -> list[State]:
         """Results of an op on a shard: every operand that has the factor must be one along it."""
         regroups = (definition := find(op_name(node.target))) is not None and definition.canonical == "regroup"
-        terms = [value for value in reads if self.states[value] not in ("shard", "whole")]
+        added = rule.added if factor in rule.summed else frozenset()
+        terms = [
+            v for k, v in enumerate(reads) if self.states[v] not in ("shard", "whole", *(["sum"] if k in added else []))
+        ]
         if terms:
             return self._known_first(node, rule, terms)
+        for k in added:
+            self._add_share(node, k)
         for k, (value, labels) in enumerate(zip(reads, rule.operands, strict=True)):
             state = self.states[value]
             expected = _ends(_places(labels, factor, part, rule))
@@ -282,6 +297,14 @@ class _CallPass:
             states.append("shard" if kept else "whole" if reduce is None else reduce)  # type: ignore[arg-type]
         return states
 
+    def _add_share(self, node: fx.Node, operand: int) -> None:
+        """Make an operand a term of the sum that the op makes, of which every microbatch has a part; zeros are one as it is."""
+        read = operand_nodes(node)[operand]
+        if self.states[read.name] == "whole" and not is_zeros(read):
+            if not self.template.op_calls[node.name].operands[operand].is_float:
+                self._couples("adds integers of the batch to others", node)
+            self.shares.add(OperandShare(node.name, operand))
+
     def _together(self, node: fx.Node, call: OpCall, rule: Rule, reads: list[str]) -> list[State]:
         """Results of an op on whole values and terms of sums."""
         if call.get("site", -1) != -1:
@@ -289,21 +312,21 @@ class _CallPass:
         terms = {k for k, v in enumerate(reads) if self.states[v] != "whole"}
         if not terms:
             return ["whole"] * len(call.results)
-        if _shows(node):
+        if shows(node):
             return [self.states[reads[0]]]
         for k in terms:
             if self.states[reads[k]] != "sum":
                 return self._known_first(node, rule, [reads[k]])
-        for group in (*rule.linear, *_more_linear(call)):
+        for group in (*rule.linear, *more_linear(call)):
             rest = [reads[k] for k in terms - group]
-            if all(self.plain[v] for v in rest) and terms & group:
+            if all(self.rounds[v] is not None for v in rest) and terms & group:
                 if rest:
                     return self._known_first(node, rule, rest)
                 shared = group - terms
                 if all(call.operands[k].is_float for k in shared):
                     self.shares |= {OperandShare(node.name, k) for k in shared}
                     return ["sum"] * len(call.results)
-        scalar = _affine(call)
+        scalar = affine(call)
         if scalar is not None:
             self.shares.add(OperandShare(node.name, scalar))
             return ["sum"] * len(call.results)
@@ -313,9 +336,10 @@ class _CallPass:
         """Results of an op that needs the sums `values` beforehand, which is where these depend on inputs alone."""
         self.waits = True
         for value in values:
-            if not self.plain[value] or self.states[value] == "shard":
+            first = self.rounds[value]
+            if first is None or self.states[value] == "shard":
                 self._couples("needs a sum over all samples of the batch first", node)
-            self.whole.wanted[self._place(value)] = self.states[value]
+            self.whole.wanted[self._place(value)] = Early(first, self.states[value])
         return ["unknown"] * len(rule.results)
 
     def _place(self, value: str) -> Place:
@@ -350,32 +374,6 @@ def _ends(places: dict[int, Part]) -> dict[int, int]:
 def _is_minor(dim: tuple[str, ...], factor: str, rule: Rule) -> bool:
     """Whether a dim has other factors before this one."""
     return factor in dim and any(rule.factors[f].size > 1 for f in dim[: dim.index(factor)])
-
-
-def _shows(node: fx.Node) -> bool:
-    """Whether an op shows the numbers of its only operand as they are."""
-    definition = find(op_name(node.target))
-    return definition is not None and definition.canonical in ("copy", "regroup")
-
-
-def _more_linear(call: OpCall) -> Iterator[frozenset[int]]:
-    """Operands in which an op is linear although ranks are not offered it: what its definition says, and of the backward of
-    another op the gradient that comes in. Counts that become fractions are among them."""
-    definition = find(call.op)
-    groups = [{arg.index} for name in COTANGENTS if isinstance(arg := call.get(name), Operand)]
-    if definition is not None and definition.linear is not None:
-        groups += definition.linear(call)
-    if all(t is None or t.is_float for t in call.results):
-        yield from (frozenset(group) for group in groups if all(call.operands[k].dtype != torch.bool for k in group))
-
-
-def _affine(call: OpCall) -> str | None:
-    """The scalar argument that an op adds to its only tensor."""
-    definition = find(call.op)
-    scalar = definition.adds if definition is not None else ""
-    is_added = scalar and len(call.operands) == 1 and not isinstance(call.get(scalar), Operand)
-    floats = all(t.is_float for t in call.operands)
-    return scalar if is_added and floats else None
 
 
 def _described(program: Program, ref: ValueRef) -> str:

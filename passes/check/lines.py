@@ -203,6 +203,10 @@ def _computed(line: Compute, mesh: Mesh, rules: RuleBook, typed: dict[str, Typed
                 if factor not in rule.contracted:
                     taken.setdefault(factor, own)
     _check_carried(line, rule, carried, taken, mesh, where)
+    summed = (factor for factor in taken if rule.added and factor in rule.summed)
+    for axis in {axis for factor in summed for axis in taken[factor]}:
+        if owed.pop(axis, set()) != rule.added:
+            raise CheckError(f"{where}: {line.op} adds operands {sorted(rule.added)} once for every rank along {axis}")
     for axis, owing in owed.items():
         if frozenset(owing) not in rule.linear:
             raise CheckError(f"{where}: {line.op} is not linear in operands {sorted(owing)}, owed over {axis}")

@@ -1,11 +1,12 @@
 """Lower a stage's forward: its calls in order, with values converted from the spec the producer leaves to the one wanted.
 
-Where something must be known of the whole batch beforehand, the prologue calls are a function of their own (`prepare`), and
-what they make comes to `forward` as arguments.
+Where something must be known of the whole batch beforehand, the prologue calls are functions of their own (`prepare`, and
+`prepare_1` of the next round), and what they make comes to later ones and to `forward` as arguments.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -20,7 +21,7 @@ from autopar.passes.rules.structure import buffer_shown_inside, shown_buffer
 
 
 class Forward(Builder):
-    """`forward`: the calls `order`, all but the prologue; or `prepare`: these alone."""
+    """`forward`: the calls `order`, all but the prologue; or `prepare`, `prepare_1`, …: one of these alone."""
 
     def __init__(self, context: StageContext, name: str, order: list[int]) -> None:
         super().__init__(context, name)
@@ -33,30 +34,37 @@ class Forward(Builder):
         self.outputs: list[LocalValue] = []
         self._inputs()
 
-    def prepare(self) -> Function:
-        """Values of the prologue calls, whole on every rank."""
+    def prepare(self, prepared: Sequence[int]) -> Function:
+        """Values of a prologue call, whole on every rank. prepared: the prologue calls whose values are arguments."""
+        given = self._prepared(prepared)
         self._calls()
         results: list[str | None] = []
-        for ref in self._prologue():
+        for ref in self._made(self.order):
             type_ = self.program.type_of(ref)
             whole = Spec.replicated(len(type_.shape))
             results.append(self.convert(self.values[ref], type_, whole, "F", "whole batch"))
-        self.args = {row.name: self.args[row.name] for row in self.rows}
+        self.args = {name: self.args[name] for name in (*(row.name for row in self.rows), *given)}
         return self.function(results)
 
-    def _prologue(self) -> list[ValueRef]:
-        calls = [(i, c) for i, c in enumerate(self.program.calls) if c.prologue]
-        return [ValueRef("call", i, o) for i, c in calls for o in range(len(self.program.template_of(c).outputs))]
+    def _made(self, calls: Sequence[int]) -> list[ValueRef]:
+        """The values that calls give."""
+        outputs = {i: self.program.template_of(self.program.calls[i]).outputs for i in calls}
+        return [ValueRef("call", i, o) for i, names in outputs.items() for o in range(len(names))]
 
-    def forward(self, prepared: bool) -> Function:
-        """The finished `forward`. prepared: the prologue calls' values are arguments."""
-        if prepared:
-            for ref in self._prologue():
-                type_ = self.program.type_of(ref)
-                spec = Spec.replicated(len(type_.shape))
-                name = self.names.fresh("whole_batch")
-                self.args[name] = (type_, spec)
-                self.values[ref] = (name, spec)
+    def _prepared(self, calls: Sequence[int]) -> list[str]:
+        """The arguments that hold what prologue calls gave."""
+        given = []
+        for ref in self._made(calls):
+            type_ = self.program.type_of(ref)
+            spec = Spec.replicated(len(type_.shape))
+            given.append(self.names.fresh("whole_batch"))
+            self.args[given[-1]] = (type_, spec)
+            self.values[ref] = (given[-1], spec)
+        return given
+
+    def forward(self, prepared: Sequence[int]) -> Function:
+        """The finished `forward`. prepared: the prologue calls, whose values are arguments."""
+        self._prepared(prepared)
         self._calls()
         self._outputs()
         sent_names = self._sends()

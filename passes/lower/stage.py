@@ -36,9 +36,12 @@ def lower_stage(
     program, stage = first_calls_apart(program, stage)
     context = StageContext(program, stage, pricers[stage.mesh], rules, split, compression)
     prologue = [i for i, call in enumerate(program.calls) if call.prologue] if microbatches > 1 else []
-    prepare = Forward(context, "prepare", prologue).prepare() if prologue else None
+    prepare = tuple(
+        Forward(context, f"prepare_{k}" if k else "prepare", [call]).prepare(prologue[:k])
+        for k, call in enumerate(prologue)
+    )
     front = Forward(context, "forward", [i for i in range(len(program.calls)) if i not in prologue])
-    forward = front.forward(prepare is not None)
+    forward = front.forward(prologue)
     back = Backward(context, front.saved) if program.training else None
     backward, weights = back.functions() if back is not None else (None, None)
     shared = row_axes(front.rows, forward, context.templates, stage.mesh)
@@ -60,5 +63,5 @@ def lower_stage(
         tuple(back.sent) if back is not None else (),
         program.training,
         microbatches,
-        program.microbatched.prologue if prepare is not None and program.microbatched is not None else (),
+        program.microbatched.prologue if prepare and program.microbatched is not None else (),
     )

@@ -165,7 +165,7 @@ def passes_over_memory(line: Line) -> bool | None:
     if not is_kernel(line.op):
         return None
     definition = find(line.op)
-    return definition is None or definition.work is None
+    return definition is None or (definition.work is None and not definition.alone)
 
 
 def _joins_passes(line: Line, run: AsRun, beside: SideBySide | None) -> bool | None:
@@ -194,9 +194,11 @@ def stage_bill(stage: LoweredStage, calls: Mapping[str, CallBill], pricer: Price
     gathered_along = (m.axis for p in trained for m in regather_messages(p, pricer.mesh))
     reduce_s, each_reduce_s = _reductions_s(once, pricer), _reductions_s(each, pricer)
     gather_s = sum(regather_seconds(p, pricer) for p in trained) + pricer.rendezvous_s(gathered_along)
-    prologue, prologue_s = _between(stage.prepare, stage, pricer)
-    prologue_s += call_seconds(CallBill(prologue), pricer.software).F
-    prepared = Counter((c.template, c.action) for c in stage.prepare.calls) if stage.prepare is not None else {}
+    prologue_s = 0.0
+    for function in stage.prepare:
+        work, gathers_s = _between(function, stage, pricer)
+        prologue_s += gathers_s + call_seconds(CallBill(work), pricer.software).F
+    prepared = Counter((c.template, c.action) for function in stage.prepare for c in function.calls)
     prologue_s += sum(
         times * call_seconds(calls[name], pricer.software).by_action[action]
         for (name, action), times in prepared.items()

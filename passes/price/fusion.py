@@ -58,4 +58,4 @@ def fused_bytes(
 def _picked(line: Line) -> str | None:
     """The value of which a line reads no more than it makes."""
     definition = find(line.op) if isinstance(line, Compute) else None
-    return next(line.reads(), None) if definition is not None and definition.picks else None
+    return next(line.reads(), None) if definition is not None and definition.picks is not None else None

@@ -122,10 +122,11 @@ class OpSeconds:
         flops, kind, groups = self._work
         parts, share, strategy = block
         moved = [float(whole_bytes / math.prod(parts[f] for f in factors)) for whole_bytes, factors in self._tensors]
-        if facts.picks:
-            moved[0] = min(moved[0], moved[-1])
+        if facts.picks is not None:
+            moved[0] = min(moved[0], facts.picks(call) * self._touched(len(call.operands), 0, parts))
         filled_s = 0.0
-        if facts.fills:
+        if facts.fills is not None:
+            moved[0] = facts.fills(call) * self._touched(0, len(call.operands), parts)
             filled_s, moved[-1] = compute.filling_time_s(device, moved[-1], moved[0])
         grouped = self.grouped(parts, strategy, mesh)
         along = [mesh.sizes[axis] for axis, _ in carried_choices(strategy, mesh)] if grouped else []
@@ -156,6 +157,12 @@ class OpSeconds:
             moved_bytes=moved_bytes(grouped, software, along, device.runs_as),
         )
         return kernel, merging_s, filled_s, drawn_s
+
+    def _touched(self, of: int, other: int, parts: Parts) -> float:
+        """Bytes of one of `_tensors` on a block as often as an op that picks, or fills, goes over it. Factors that only the other
+        tensor has leave as much to do: every block of a table is asked for all indices."""
+        factors = {f for i, (_, own) in enumerate(self._tensors) if i != other for f in own}
+        return float(self._tensors[of][0] / math.prod(parts[f] for f in factors))
 
     @cached_property
     def _computed_in(self) -> str:

@@ -144,7 +144,7 @@ def _indices(program: Program, rules: RuleBook) -> set[int]:
     for template in program.templates.values():
         for call in template.op_calls.values():
             definition = find(call.op)
-            if definition is not None and (definition.work is not None or definition.picks):
+            if definition is not None and (definition.work is not None or definition.picks is not None):
                 rule = rules.rule(call)
                 sizes |= {rule.factors[f].size for f in rule.shardable if f in rule.contracted}
     return sizes - rows

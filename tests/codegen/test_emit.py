@@ -130,11 +130,11 @@ def taken(stage, function):
     rest = [a for a in function.args if a not in rows]
     received, arrived = len(stage.received), [a for a in function.args if a in function.arg_types]
     return {
-        "prepare": [rows],
+        "prepare": [rows, rest],
         "forward": [rows, rest[:received], rest[received:]],
         "backward": [list(stage.state), arrived],
         "weights": [list(function.args)],
-    }[function.name]
+    }[function.name.partition("_")[0]]
 
 
 def test_templates_free_values_after_their_last_use(two):

@@ -18,7 +18,6 @@ REFUSED = {
     "loss/multi_margin": "one op in ATen, which takes the mean over samples itself",
     "loss/soft_margin": "one op in ATen, which takes the mean over samples itself",
     "view/diagonal": "its backward has no rule",
-    "indexing/embedding_bag": "bags have no rule",
     "indexing/isin": "no rule",
 }
 """Models that are refused although their samples are independent; all but the second only in microbatches."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.ops import (
+    generators_bags,
     generators_experts,
     generators_images,
     generators_index,
@@ -14,6 +15,7 @@ from tests.ops import (
 from tests.ops.generators import GENERATORS, Draw
 
 FAMILIES = (
+    generators_bags,
     generators_experts,
     generators_images,
     generators_index,

@@ -88,7 +88,7 @@ def cut(value: Tensor, spec: Spec, mesh: Mesh, generator: torch.Generator) -> li
     rest = value
     places = list(itertools.product(*(range(mesh.sizes[a]) for a in owed)))
     for place in places[:-1]:
-        term = torch.rand(value.shape, generator=generator, dtype=torch.float64) * 3 - 1
+        term = torch.randint(-64, 129, value.shape, generator=generator) / 64  # terms of 0 add up to it in float32 too
         terms[place] = term.to(value.dtype)
         rest = rest - terms[place]
     terms[places[-1]] = rest

@@ -273,3 +273,29 @@ def _solve(draw: Draw, name: str) -> Case:
     lead, n, r, left = draw.shape(1, 2), draw.pick(3, 4), draw.size(), draw.pick(True, False)
     a = draw.f(*lead, n, n).triu() + 4 * torch.eye(n, dtype=torch.float64)
     return call(overload(name), a, draw.f(*lead, *((n, r) if left else (r, n))), upper=True, left=left)
+
+
+@makes(
+    *(f"aten.{name}" for name in ("linalg_inv_ex", "linalg_cholesky_ex", "cholesky_solve", "cholesky_inverse")),
+    *(f"aten.{name}" for name in ("_linalg_solve_ex", "linalg_lu_factor_ex", "linalg_lu_solve", "linalg_qr")),
+    *(
+        f"aten.{name}"
+        for name in ("_linalg_eigh", "_linalg_svd", "_linalg_det", "_linalg_slogdet", "linalg_matrix_exp")
+    ),
+)
+def _of_matrices(draw: Draw, name: str) -> Case:
+    """Batches of matrices; those on the right may be one for all, or a list for each."""
+    lead, n, r = draw.shape(1, 2), draw.pick(3, 4), draw.size()
+    root = draw.f(*lead, n, n)
+    a = root @ root.mT / (4 * n) + 2 * torch.eye(n, dtype=torch.float64)
+    b = draw.f(*lead, n, r)
+    if name == "aten._linalg_solve_ex":
+        return call(overload(name), a, draw.pick(b, draw.f(n, r), draw.f(*lead, n)))
+    if name == "aten.cholesky_solve":
+        return call(overload(name), b, torch.linalg.cholesky(a))
+    if name == "aten.cholesky_inverse":
+        return call(overload(name), torch.linalg.cholesky(a))
+    if name == "aten.linalg_lu_solve":
+        lu, pivots, _ = torch.linalg.lu_factor_ex(a)
+        return call(overload(name), lu, pivots, b)
+    return call(overload(name), a)

@@ -170,7 +170,7 @@ def _stage(
             rt.grads.add(w_name, d_pre.t() @ h, owned=True)
         rt.grads.add(b_name, d_pre.sum(0))
 
-    def prepare(rt: Any, inputs: list[Tensor]) -> list[Tensor]:
+    def prepare(rt: Any, inputs: list[Tensor], prepared: list[Tensor]) -> list[Tensor]:
         return [rt.comm.all_reduce(inputs[-1].sum(), ("dp", "tp"), site="count")]
 
     fine = (("tp", "dp"),) if zero else (("tp",),)

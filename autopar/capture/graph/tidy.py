@@ -20,6 +20,7 @@ from torch import fx
 
 from autopar.capture.dead_code import remove_dead_code
 from autopar.capture.exported import Exported
+from autopar.capture.graph.bags import with_bags
 from autopar.capture.graph.channels_last import is_kept
 from autopar.capture.graph.position_masks import without_position_masks
 from autopar.ir.types import TensorType
@@ -163,6 +164,8 @@ def _unbound(node: fx.Node) -> None:
 
 _REWRITES: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.cat.default: _concatenated,
+    aten.embedding_bag.default: with_bags,
+    aten.embedding_bag.padding_idx: with_bags,
     aten.unbind.int: _unbound,
     aten.add.Tensor: _plus_zero,
     aten.sub.Tensor: _neutral(0),

@@ -8,6 +8,7 @@ for in turn, a few actions later (order.py says why that cannot wait forever).
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -216,18 +217,20 @@ class Executor:
 
     def _prepare(self, stage: Stage, inputs: Inputs) -> list[Tensor]:
         """The values of the whole batch that every forward of the step needs: the sum of its microbatches' terms, or
-        the maximum."""
-        prepare = getattr(stage.module, "prepare", None)
-        if prepare is None:
-            return []
-        rows = []
-        for microbatch in range(self.microbatches):
-            stage.rt.microbatch = microbatch
-            rows.append(prepare(stage.rt, inputs(stage, microbatch)))
-        return [
-            put_together(values, how)
-            for values, how in zip(zip(*rows, strict=True), stage.module.PREPARED, strict=True)
-        ]
+        the maximum. Those of a round are made of what the rounds before it left."""
+        prepared: list[Tensor] = []
+        for number in itertools.count():
+            prepare = getattr(stage.module, f"prepare_{number}" if number else "prepare", None)
+            if prepare is None:
+                break
+            rows = []
+            for microbatch in range(self.microbatches):
+                stage.rt.microbatch = microbatch
+                rows.append(prepare(stage.rt, inputs(stage, microbatch), prepared))
+            reductions = stage.module.PREPARED[len(prepared) : len(prepared) + len(rows[0])]
+            terms = zip(zip(*rows, strict=True), reductions, strict=True)
+            prepared = [*prepared, *(put_together(values, how) for values, how in terms)]
+        return prepared
 
     def _bind(self, slot: Slot, k: int, slots: Sequence[Slot]) -> _Step:
         action, stage = slot.action, self.stages[slot.action.stage]

@@ -176,7 +176,7 @@ def bill(program: autopar.Program) -> list[float]:
     for stage, planned, counted in zip(program.stages, program.plan.stages, program.account.stages, strict=True):
         pricer = pricers[stage.mesh]
         total = sum(c.time_s for c in counted.collectives)
-        functions = (stage.forward, stage.backward, stage.weights, stage.prepare)
+        functions = (stage.forward, stage.backward, stage.weights, *stage.prepare)
         total += m * sum(copied_s(stage, function, pricer) for function in functions)
         total += of_gradient_passes_s(stage, pricer)
         for i in range(*planned.calls):

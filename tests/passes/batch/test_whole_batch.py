@@ -126,6 +126,22 @@ def weighed_by_counts(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=counts)
 
 
+def balanced_to_one(logits: Tensor, labels: Tensor) -> Tensor:
+    """Weights by the effective numbers of samples, clamped where they are far above their mean, and a mean over these."""
+    counts = F.one_hot(labels.clamp(min=0).flatten(), VOCAB).sum(0).to(logits.dtype)
+    weights = 0.1 / (1 - 0.9 ** counts.clamp(min=1))
+    weights = (weights / weights.sum() * VOCAB)[labels.clamp(min=0).flatten()]
+    each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    weights = (weights / weights.mean()).clamp(max=1.5)
+    return (each * weights).sum() / weights.sum()
+
+
+def weighed_by_means(logits: Tensor, labels: Tensor) -> Tensor:
+    """A sum of the whole batch that is made of one which parameters have a say in."""
+    each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return (each * (each.detach() - each.detach().mean()).abs()).mean()
+
+
 MEANS = (
     ignoring,
     weighted,
@@ -136,8 +152,10 @@ MEANS = (
     with_a_penalty,
     times_the_inverse,
     times_a_count,
+    balanced,
+    weighed_by_counts,
+    balanced_to_one,
 )
-NESTED = (balanced, weighed_by_counts)
 
 
 def compiled(
@@ -200,11 +218,16 @@ def test_a_sum_is_the_sum_of_the_microbatches(m: int) -> None:
     assert result.ok, result.errors
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("loss", NESTED, ids=lambda f: f.__name__)
-def test_a_sum_that_is_made_of_another_one_is_not_known_beforehand(loss: Loss) -> None:
-    with pytest.raises(autopar.CoupledError, match=r"div.* needs a sum over all samples of the batch first"):
-        compiled(loss, 2)
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_a_sum_that_is_made_of_another_one_is_known_in_the_next_round(rounds: int) -> None:
+    program = compiled({1: ignoring, 2: balanced, 3: balanced_to_one}[rounds], 2)
+    source = "".join(program.source(s) for s in range(len(program.stages)))
+    assert [f"def prepare{f'_{k}' if k else ''}(" in source for k in range(4)] == [k < rounds for k in range(4)]
+
+
+def test_a_sum_that_is_made_of_what_parameters_have_a_say_in_is_not_known_beforehand() -> None:
+    with pytest.raises(autopar.CoupledError, match=r"sub.* needs a sum over all samples of the batch first"):
+        compiled(weighed_by_means, 2)
 
 
 @pytest.mark.few(1)
@@ -292,7 +315,7 @@ def test_a_masked_mean_over_several_calls_of_a_model_of_ones_own() -> None:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("loss", [ignoring, two_denominators, summed], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("loss", [ignoring, two_denominators, summed, balanced], ids=lambda f: f.__name__)
 def test_stages_agree_about_what_is_counted(loss: Loss) -> None:
     program = compiled(loss, 4, ranks=4, pp=1)
     shapes = set()

@@ -87,7 +87,7 @@ def stage(
         forward=forward,
         backward=backward,
         weights=weights,
-        prepare=None,
+        prepare=(),
         parameters=parameters or {name: parameter(name) for name in ("w0", "w1")},
         buffers={},
         inputs=rows if first else (),

@@ -43,7 +43,7 @@ def parameter(
 def stage(mesh: Mesh = MESH, **parameters: StoredParameter) -> LoweredStage:
     nothing = Function("forward", (), (), ())
     return LoweredStage(
-        0, mesh, {}, nothing, None, None, None, parameters, {}, (), (), (), (), (), (), training=True, microbatches=1
+        0, mesh, {}, nothing, None, None, (), parameters, {}, (), (), (), (), (), (), training=True, microbatches=1
     )
 
 

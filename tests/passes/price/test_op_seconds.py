@@ -17,7 +17,7 @@ from autopar.cluster.device import DeviceSpec, EfficiencyCurve, device_preset
 from autopar.cluster.kernels import FILL, KernelTimes
 from autopar.cluster.link import LinkLevel
 from autopar.costmodel.compute import aligned_share
-from autopar.ir.call import OpCall
+from autopar.ir.call import OpCall, Operand
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Template
 from autopar.ir.rule import Rule
@@ -185,3 +185,20 @@ def test_rules_of_one_form_are_priced_by_their_own_sizes_in_whatever_order_they_
     assert first.table is other.table is wider.table
     assert first.seconds.tolist() == other.seconds.tolist()
     assert (wider.seconds > first.seconds).all()
+
+
+@pytest.mark.parametrize(
+    ("parts", "rows_read"), [({}, 64 * 20), ({"b": 4}, 16 * 20), ({"n": 4}, 64 * 5), ({"v": 4}, 64 * 20)]
+)
+def test_bags_read_the_rows_that_they_name_and_write_their_sums(parts: dict[str, int], rows_read: int) -> None:
+    index, table, sums = TensorType((64, 20), torch.int64), TensorType((1 << 16, 8), torch.float32), (64, 8)
+    call = OpCall(
+        "autopar.embedding_bag",
+        {"w": Operand(0), "index": Operand(1), "offsets": None, "weights": None, "padding": -1, "last": False},
+        (table, index),
+        (TensorType(sums, torch.float32),),
+    )
+    (factor,) = parts or ("",)
+    moved = 4 * 8 * rows_read + (8 * 64 * 20 + 0.0) / (4 if factor in ("b", "n") else 1)
+    moved += 4 * 64 * 8 / (4 if factor == "b" else 1)
+    assert PRICER.op_s(call, RuleBook().rule(call), (factor,)) == pytest.approx(LAUNCH + moved / MEMORY)
