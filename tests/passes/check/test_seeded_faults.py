@@ -367,14 +367,15 @@ def _in_stage(stage: LoweredStage, fault: Fault) -> LoweredStage | None:
 
 
 def found(plain: autopar.Program) -> bool:
-    """Whether a program that is lowered with a fault is refused, not equal, or ended by an error of the rank that meets it."""
+    """Whether a program that is lowered with a fault is refused, not equal, or ended by an error of the rank that meets it, or of
+    torch where its lines are played for their memory."""
     try:
         bad = plain.with_plan(plain.plan)
         return autopar.check(bad).outcome == "not equal"
     except autopar.CheckError:
         return True
     except RuntimeError as error:
-        return "raised by rank" in "".join(error.__notes__)
+        return "raised by rank" in "".join(getattr(error, "__notes__", ())) or "is invalid for input" in str(error)
 
 
 @pytest.mark.parametrize("plain", PROGRAMS)
