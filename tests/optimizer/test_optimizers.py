@@ -356,7 +356,9 @@ def by_place(parameters):
     return torch.optim.SGD([{"params": every[:2], "lr": 0.5}, {"params": every[2:], "lr": 0.01}], lr=0.1)
 
 
-@pytest.mark.parametrize("options", [{}, {"pp": 2, "microbatches": 2}, {"pp": 2, "strategy": "zero3", "mesh": {"dp": 2}}])
+@pytest.mark.parametrize(
+    "options", [{}, {"pp": 2, "microbatches": 2}, {"pp": 2, "strategy": "zero3", "mesh": {"dp": 2}}]
+)
 def test_an_optimizer_is_given_parameters_in_the_models_order_by_every_plan(options: dict[str, object]) -> None:
     model, (x, y) = SkippingNet().double(), BATCH
     ranks = 2 * (2 if "mesh" in options else 1)

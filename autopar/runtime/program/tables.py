@@ -145,7 +145,7 @@ class Pipeline:
         return holders
 
     def trained(self) -> list[TensorInfo]:
-        """The parameters that are updated in any stage, in the model's order: every rank's optimizer is given all, as in eager."""
+        """The parameters that are updated in any stage, in the model's order: all that an optimizer is given, as in eager."""
         rows = {row.name: row for stage in self.stages for row in self.optimized(stage)}
         return [rows[name] for name in self._trained] or list(rows.values())
 
