@@ -282,7 +282,11 @@ def export_once(
     users = tuple(name for kind, _, name in ends if kind == "USER_OUTPUT")
     last = len(users) - len(seen.conditions)
     users, conditions = users[:last], users[last:]
-    constants = {_strip(k): v for k, v in exported.constants.items() if isinstance(v, torch.Tensor)}
+    constants = {
+        _strip(k): v
+        for k, v in exported.constants.items()  # buffers that are not persistent among them
+        if isinstance(v, torch.Tensor) and first_buffers.get(k, k) == k
+    }
     check_constants(
         {name: constants[name] for kind, name in kinds.values() if kind == "constant" and name in constants}
     )
