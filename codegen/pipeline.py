@@ -86,6 +86,7 @@ def pipeline_source(
         extras=_nested(program.structure) if program.extras else "",
         tells_all=tells_all(lowered),
         shared={name: list(held) for name, held in lowered.shared.items()},
+        trained=table_lines(list(map(quoted, _trained_out_of_order(lowered, program)))),
         groups=[list(g) for g in lowered.graph.groups],
         table=[_wrapped(show_row(row)) for row in lowered.table],
         split=splits_backward(lowered.table),
@@ -97,6 +98,18 @@ def pipeline_module(source: str) -> types.ModuleType:
     module = types.ModuleType("autopar_pipeline")
     exec(compile(source, "<pipeline>", "exec"), module.__dict__)
     return module
+
+
+def _trained_out_of_order(lowered: LoweredProgram, program: Program) -> tuple[str, ...]:
+    """The trained parameters in the model's order, where the stages, one after another, own them in another one."""
+    trained = program.trained if program.training else ()
+    by_stage = tuple(
+        name
+        for stage in lowered.stages
+        for name in stage.parameters
+        if name in program.gradient_places and lowered.shared.get(name, (stage.index,))[0] == stage.index
+    )
+    return () if by_stage == trained else trained
 
 
 def tells_all(lowered: LoweredProgram) -> bool:

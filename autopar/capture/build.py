@@ -33,7 +33,7 @@ from autopar.capture.templates.fold import Segment, cut, signature
 from autopar.capture.templates.gradient_conditions import with_conditions
 from autopar.errors import CaptureError
 from autopar.ir.memory_levers import PRECISIONS
-from autopar.ir.program import Buffer, Call, Conditions, Parameter, Program, Template, ValueRef, op_name
+from autopar.ir.program import Buffer, Call, Conditions, Parameter, Program, Template, ValueRef, is_getitem, op_name
 from autopar.ir.types import TensorType
 from autopar.ops.registry import find
 
@@ -272,7 +272,10 @@ def _put_beside_their_source(output: fx.Node, exported: Exported) -> None:
         extra = names[name]
         source = extra.args[0] if extra.target is torch.ops.aten.detach.default else None
         if isinstance(source, fx.Node) and source.op == "call_function":
-            source.append(extra)
+            last = source
+            while is_getitem(source) and is_getitem(last.next):  # the results of an op stay together
+                last = last.next
+            last.append(extra)
             extra.meta = {**source.meta, "val": extra.meta["val"]}
 
 

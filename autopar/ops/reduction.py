@@ -247,6 +247,47 @@ def vector_norm(
     return aten.linalg_vector_norm.default(x, ord, dims, keepdim)
 
 
+class Extreme(Function):
+    """The largest or smallest element of all, of shards that of theirs. The gradient is shared by all that are equal to it, of
+    which a NaN is one where the result is NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, op: Any) -> Tensor:
+        value = op(x, tuple(range(x.ndim)))
+        ctx.save_for_backward(x, value)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, value = ctx.saved_tensors
+        same = (x == value) | (x.isnan() & value.isnan())
+        return torch.where(same, g / same.sum(), 0), None
+
+
+@lifts(aten.max.default)
+def largest(x: Tensor) -> Tensor:
+    """The largest element."""
+    return Extreme.apply(x, torch.amax)
+
+
+@lifts(aten.min.default)
+def smallest(x: Tensor) -> Tensor:
+    """The smallest element."""
+    return Extreme.apply(x, torch.amin)
+
+
+@lifts(aten.count_nonzero.dim_IntList)
+def count_nonzero_over(x: Tensor, dim: Sequence[int]) -> Tensor:
+    """The number of elements that are not zero, as a sum."""
+    return (x != 0).sum(_dims(x, dim))
+
+
+@lifts(aten.count_nonzero.default)
+def count_nonzero(x: Tensor, dim: int | None = None) -> Tensor:
+    """The number of elements that are not zero, as a sum."""
+    return count_nonzero_over(x, () if dim is None else (dim,))
+
+
 @lifts(aten.logsumexp.default)
 def logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     """log(sum(exp(x - max))) + max."""

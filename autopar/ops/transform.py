@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import torch
+
 from autopar.ir.call import OpCall
 from autopar.ir.rule import Labels, Rule
+from autopar.ops.dialect import lifts
 from autopar.ops.labels import Maker, all_float, leading, reduced_dims
 from autopar.ops.registry import named, register
+
+Tensor = torch.Tensor
+aten = torch.ops.aten
 
 
 @register("aten._fft_r2c", "aten._fft_c2c", "aten._fft_c2r", linear=lambda call: [{0}])
@@ -33,6 +39,13 @@ def distances(call: OpCall) -> Rule:
     if a[:-2] != b[:-2]:
         return leading(call, 0)
     return make.rule([(*lead, p, ()), (*lead, r, ())], [(*lead, p, r)])
+
+
+@lifts(aten.cdist.default)
+def cdist(a: Tensor, b: Tensor, p: float = 2.0, compute_mode: int | None = None) -> Tensor:
+    """Every batch has points of its own on both sides, also where one side has the same ones in all."""
+    lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    return aten.cdist.default(a.expand(*lead, -1, -1), b.expand(*lead, -1, -1), p, compute_mode)
 
 
 @register("aten._cdist_backward")

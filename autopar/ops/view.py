@@ -36,7 +36,10 @@ define(
 )
 define("aten.view.dtype", view=True, precision="follow")  # reads the bytes as another dtype: no regrouping
 define("aten.broadcast_tensors", precision="pass")
-define(*named("cat stack slice_backward select_backward constant_pad_nd slice_scatter select_scatter"), carries=True)
+define(
+    *named("cat stack slice_backward select_backward diagonal_backward constant_pad_nd slice_scatter select_scatter"),
+    carries=True,
+)
 define(*named("detach alias lift_fresh_copy contiguous lift_fresh lift resolve_conj resolve_neg"), canonical="copy")
 define(
     *named("view _unsafe_view reshape squeeze unsqueeze flatten unflatten _reshape_alias view_as reshape_as"),
@@ -188,6 +191,16 @@ def select_backward(call: OpCall) -> Rule:
     dim = int(call["dim"]) % len(out)
     labels = tuple(() if i == dim else make.add(f"d{i}", n) for i, n in enumerate(out))
     return make.rule([tuple(d for i, d in enumerate(labels) if i != dim)], [labels], [{0}] if all_float(call) else [])
+
+
+@register("aten.diagonal_backward", **resized("input_sizes"))
+def diagonal_backward(call: OpCall) -> Rule:
+    """The two dims of the diagonal, which is the gradient's last dim, come back whole."""
+    make, out = Maker(), call.out_shape
+    across = {int(call[name]) % len(out) for name in ("dim1", "dim2")}
+    labels = make.dims(out, whole=across)
+    rest = tuple(label for i, label in enumerate(labels) if i not in across)
+    return make.rule([(*rest, ())], [labels], [{0}] if all_float(call) else [])
 
 
 @register("aten.select_scatter")

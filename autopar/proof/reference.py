@@ -69,7 +69,8 @@ def eager_values(
         update.step(total)
     values |= {f"param/{n}": p.detach() for n, p in named.items()}
     persistent = reference.state_dict().keys()
-    values |= {f"buffer/{n}": b for n, b in reference.named_buffers() if n in persistent}
+    buffers = dict(reference.named_buffers(remove_duplicate=False))  # casting gave each name of a shared one its own
+    values |= {f"buffer/{n}": buffers[n] for n, _ in model.named_buffers() if n in persistent}
     return values
 
 

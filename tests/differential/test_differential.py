@@ -17,7 +17,6 @@ REFUSED = {
     "loss/gaussian": "torch's function branches on its data",
     "loss/multi_margin": "one op in ATen, which takes the mean over samples itself",
     "loss/soft_margin": "one op in ATen, which takes the mean over samples itself",
-    "view/diagonal": "its backward has no rule",
     "indexing/isin": "no rule",
 }
 """Models that are refused although their samples are independent; all but the second only in microbatches."""

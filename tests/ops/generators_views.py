@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from autopar.ops import order as order_ops
 from tests.ops.execution import Case
 from tests.ops.generators import Draw, aten, broadcast, call, makes, overload
@@ -101,6 +103,16 @@ def _select(draw: Draw, name: str) -> Case:
     if name == "aten.select_scatter":
         return call(aten.select_scatter.default, x, g, dim, index)
     return call(aten.select_backward.default, g, list(x.shape), dim, index)
+
+
+@makes("aten.diagonal_backward")
+def _diagonal_backward(draw: Draw, name: str) -> Case:
+    shape = draw.shape(2, 4)
+    dim1 = draw.pick(*range(len(shape)))
+    dim2 = draw.pick(*(d for d in range(-len(shape), 0) if d + len(shape) != dim1))
+    offset = draw.pick(0, 0, 1, -1)
+    g = draw.f(*torch.empty(shape).diagonal(offset, dim1, dim2).shape)
+    return call(aten.diagonal_backward.default, g, list(shape), offset, dim1, dim2)
 
 
 @makes("aten.cat", "aten.stack")

@@ -335,3 +335,46 @@ def test_a_step_of_eight_microbatches_reduces_gradients_as_often_as_the_strategy
     assert one
     assert sent(8).count("reduce_scatter") == times * one.count("reduce_scatter")
     assert times > 1 or sent(8) == one
+
+
+class SkippingNet(nn.Module):
+    """A parameter that is first in the model and last in its step: in a pipeline the last stage owns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.bias = nn.Parameter(torch.zeros(8))
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) + self.bias
+
+
+def by_place(parameters):
+    """Groups by the place of parameters in the model."""
+    every = list(parameters)
+    return torch.optim.SGD([{"params": every[:2], "lr": 0.5}, {"params": every[2:], "lr": 0.01}], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"pp": 2, "microbatches": 2}, {"pp": 2, "strategy": "zero3", "mesh": {"dp": 2}}]
+)
+def test_an_optimizer_is_given_parameters_in_the_models_order_by_every_plan(options: dict[str, object]) -> None:
+    model, (x, y) = SkippingNet().double(), BATCH
+    ranks = 2 * (2 if "mesh" in options else 1)
+    program = autopar.compile(
+        SkippingNet().double(),
+        autopar.ClusterSpec.local(ranks),
+        (x.double(), y),
+        loss_fn=F.cross_entropy,
+        optimizer=by_place,
+        options=autopar.Options(**options),
+    )
+    held = program.run([(x.double(), y)] * 2).saved
+    optimizer = by_place(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x.double()), y).backward()
+        optimizer.step()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(held[name], parameter.detach(), rtol=1e-9, atol=1e-9)

@@ -113,6 +113,41 @@ def test_extras_are_those_of_one_device(ranks: int, options: dict[str, Any]) -> 
     check_equal(program(ranks, **options))
 
 
+@pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss, F.huber_loss], ids=lambda f: f.__name__)
+def test_an_output_is_an_extra_beside_a_loss_that_broadcasts_it(loss: Any) -> None:
+    """Such a loss is a call of an op with several results, behind the first of which the extra stands."""
+    model, (x, _) = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)), BATCH
+    one = autopar.compile(
+        model, autopar.ClusterSpec.local(1), (x, x), loss_fn=lambda out, y: (loss(out, y), {"out": out}), optimizer=ADAM
+    )
+    found = autopar.verify(one, model, (x, x))
+    assert found.ok, found.errors
+    assert "output/0/out" in found.errors
+
+
+EXTREMES: dict[str, Any] = {
+    "max": lambda out: out.max(),
+    "min": lambda out: out.abs().min(),
+    "positive": lambda out: (out > 0).count_nonzero(),
+    "positive by class": lambda out: out.relu().count_nonzero(dim=0),
+}
+
+
+@pytest.mark.parametrize("options", [{"microbatches": 4}, {"mesh": {"tp": 2}}], ids=str)
+def test_extremes_and_counts_are_those_of_the_whole_batch(options: dict[str, Any]) -> None:
+    one = autopar.compile(
+        model := nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 12)),
+        autopar.ClusterSpec.local(2 if "mesh" in options else 1),
+        BATCH,
+        loss_fn=lambda out, y: (F.cross_entropy(out, y), {name: f(out) for name, f in EXTREMES.items()}),
+        optimizer=ADAM,
+        options=autopar.Options(**options),
+    )
+    found = autopar.verify(one, model, BATCH)
+    assert found.ok, found.errors
+    assert {f"output/0/{name}" for name in EXTREMES} <= {*found.errors}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_random_plans_give_the_same_extras(microbatches: int) -> None:

@@ -265,6 +265,7 @@ def export_once(
             _check_clocks(alike, state, clocks)
         by_name = dict(step.named_parameters(remove_duplicate=False))
         first = {name: fake_names[id(p)] for name, p in by_name.items()}
+        first_buffers = {name: fake_names[id(b)] for name, b in step.named_buffers(remove_duplicate=False)}
         eager = frozenset(first[n] for n in seen.reached)
         if seen.training and not eager:
             raise _nothing_to_train(without_gradient)
@@ -274,14 +275,18 @@ def export_once(
     signature = exported.graph_signature
     outputs = exported.graph.output_node().args[0]
     check_writes(exported, names)
-    kinds = _kinds(signature, first)
+    kinds = _kinds(signature, first | first_buffers)
     ends = [(spec.kind.name, spec.target, n.name) for spec, n in zip(signature.output_specs, outputs, strict=True)]
     updates = {_strip(buffer): name for kind, buffer, name in ends if kind == "BUFFER_MUTATION"}
     check_written_buffers(sharing, updates)
     users = tuple(name for kind, _, name in ends if kind == "USER_OUTPUT")
     last = len(users) - len(seen.conditions)
     users, conditions = users[:last], users[last:]
-    constants = {_strip(k): v for k, v in exported.constants.items() if isinstance(v, torch.Tensor)}
+    constants = {
+        _strip(k): v
+        for k, v in exported.constants.items()  # buffers that are not persistent among them
+        if isinstance(v, torch.Tensor) and first_buffers.get(k, k) == k
+    }
     check_constants(
         {name: constants[name] for kind, name in kinds.values() if kind == "constant" and name in constants}
     )
@@ -392,6 +397,7 @@ def _strip(name: str) -> str:
 
 
 def _kinds(signature: Any, first: dict[str, str]) -> dict[str, tuple[str, Any]]:
+    """The kind of each placeholder, by its name. first: by name of a parameter or buffer the first name of the same tensor."""
     kinds: dict[str, tuple[str, Any]] = {}
     index = 0
     for spec in signature.input_specs:
@@ -399,7 +405,7 @@ def _kinds(signature: Any, first: dict[str, str]) -> dict[str, tuple[str, Any]]:
         if kind == "PARAMETER":
             kinds[spec.arg.name] = ("param", _strip(first[spec.target]))
         elif kind == "BUFFER":
-            kinds[spec.arg.name] = ("buffer", _strip(spec.target))
+            kinds[spec.arg.name] = ("buffer", _strip(first.get(spec.target, spec.target)))
         elif kind == "CONSTANT_TENSOR":
             kinds[spec.arg.name] = ("constant", _strip(spec.target))
         else:

@@ -41,7 +41,7 @@ def traced_step(
     """The step exported on fake tensors, and whether it is still to be made functional. restore: puts the Python state back
     before the step is traced once more, in full. Raises CaptureError."""
     exported = _exported(step, fakes, restore)
-    without_transforms(exported.graph_module.graph)
+    without_transforms(exported)
     _without_detached_constants(exported.graph_module.graph)
     remove_dead_code(exported.graph_module.graph)
     _check_nodes(exported.graph_module.graph)

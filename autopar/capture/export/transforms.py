@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.export.graph_signature import InputKind
 from torch.fx.experimental.proxy_tensor import make_fx
 
 _OPENS, _CLOSES = "_increment_nesting", "_decrement_nesting"
@@ -25,10 +26,41 @@ def is_transform(node: fx.Node) -> bool:
     return str(getattr(node.target, "__module__", "")).startswith(_HOME)
 
 
-def without_transforms(graph: fx.Graph) -> None:
+def without_transforms(exported: Any) -> None:
     """Replace regions of transformed functions by the ops that they come to, in place."""
-    for region in list(_regions(graph)):
-        _dissolve(graph, region)
+    graph = exported.graph
+    regions = list(_regions(graph))
+    for region in regions:
+        _dissolve(graph, _without_inner_ops(graph, region))
+    if regions:
+        _without_idle_constants(exported)
+
+
+def _without_inner_ops(graph: fx.Graph, region: list[fx.Node]) -> list[fx.Node]:
+    """A region without what torch records of the inside of a mark: where an output's batch dim is not the first,
+    `_remove_batch_dim` moves it in a tensor that is no value of the graph, and the result is read by nobody."""
+    kept: list[fx.Node] = []
+    for node in reversed(region):
+        if not node.users and isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable:
+            graph.erase_node(node)
+        else:
+            kept.append(node)
+    return kept[::-1]
+
+
+def _without_idle_constants(exported: Any) -> None:
+    """Tensors that only such inner ops read are no inputs of the graph."""
+    signature = exported.graph_signature
+    placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
+    idle = [
+        (spec, node)
+        for spec, node in zip(signature.input_specs, placeholders, strict=True)
+        if spec.kind is InputKind.CONSTANT_TENSOR and not node.users
+    ]
+    for spec, node in idle:
+        exported.graph.erase_node(node)
+        signature.input_specs.remove(spec)
+        exported.constants.pop(spec.target, None)
 
 
 def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:

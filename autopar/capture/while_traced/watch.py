@@ -8,7 +8,7 @@ are named errors.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
@@ -86,6 +86,7 @@ def watched(
 
 class _Watch(TorchFunctionMode):
     """Sees calls of torch. detached: the memory of tensors that carry a gradient, or are parameters, and were detached.
+    apart: what detaching tensors without gradient gave.
     in_inference: errors that hold where the program turns out to be for inference. held: conditions without which eager
     stops with an error of its own."""
 
@@ -97,6 +98,7 @@ class _Watch(TorchFunctionMode):
         self.model = model
         self.owned = owned
         self.detached: set[int] = set()
+        self.apart: list[Tensor] = []
         self.in_inference: list[CaptureError] = []
         self.held: list[Condition] = []
         self.regions = Regions()
@@ -140,9 +142,9 @@ class _Watch(TorchFunctionMode):
         if func in (Tensor.requires_grad_, _FIELDS.requires_grad.__set__):
             self._check_frozen(args, kwargs)
         elif self.owned is not None and _writes(func, kwargs):
-            self._check_written(
-                kwargs["out"] if kwargs.get("out") is not None else next(iter((*args, *kwargs.values())), None)
-            )
+            target = kwargs["out"] if kwargs.get("out") is not None else next(iter((*args, *kwargs.values())), None)
+            self._check_written(target)
+            self._check_apart(target, (*args[1:], *kwargs.values()))
         for value in (*args, *kwargs.values()):
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if self.owned is not None and isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
@@ -168,6 +170,8 @@ class _Watch(TorchFunctionMode):
         self.drawn.see(func, args, result)
         note(func, args, kwargs, result)
         self.constants.see(func, args, kwargs, result, writes)
+        if func in (Tensor.detach, torch.detach, _FIELDS.data.__get__) and not args[0].requires_grad:
+            self.apart.append(result)
         return result if writes else self.regions.detached(result)
 
     def noted(self) -> tuple[int, ...]:
@@ -217,7 +221,8 @@ class _Watch(TorchFunctionMode):
                     f"writes to its input {name or 0} in place",
                     "write to a copy (x = x.clone(), or x = x + y for x += y)",
                 )
-            if _memory(tensor) in self.detached or _hides_gradient(tensor):
+            behind = _memory(tensor) in self.detached and not tensor.requires_grad
+            if behind or _hides_gradient(tensor):
                 parameter = next((n for n, p in self.model.named_parameters() if _memory(p) == _memory(tensor)), None)
                 raise refusal(
                     f"writes to {f'the parameter {parameter}' if parameter else 'a tensor that carries a gradient'} behind "
@@ -231,6 +236,20 @@ class _Watch(TorchFunctionMode):
                     "writes to a plain tensor that it keeps from step to step",
                     "register it as a buffer of the module (register_buffer)",
                 )
+
+    def _check_apart(self, target: Any, values: Sequence[Any]) -> None:
+        """In eager a detached tensor that a gradient is written to carries it, and the one that it was detached of does not; in
+        a graph, where the former is computed of the latter, neither would."""
+        if not isinstance(target, Tensor) or not torch.is_grad_enabled():
+            return
+        with torch._C.DisableTorchFunction():
+            whole = target._base if target._base is not None else target
+            written = any(isinstance(value, Tensor) and value.requires_grad for value in values)
+        if written and any(one is whole for one in self.apart):
+            raise refusal(
+                "writes what carries a gradient to a tensor that was detached before (by .data or detach)",
+                "it has no gradient that detach could cut: leave detach out, or clone it",
+            )
 
     def _check_renormalized(self, weight: object) -> None:
         if (name := self._name(weight)) is not None:

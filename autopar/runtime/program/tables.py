@@ -102,6 +102,7 @@ class Pipeline:
         self.conditions: Conditions = getattr(pipeline, "CONDITIONS", {})
         self.extras: Extras | None = getattr(pipeline, "EXTRAS", None)
         self.shared = {name: tuple(holders) for name, holders in pipeline.SHARED.items()}
+        self._trained: tuple[str, ...] = tuple(getattr(pipeline, "TRAINED", ()))
         self.groups = [tuple(group) for group in pipeline.GROUPS]
         self.nodes = [tuple(ranks) for ranks in getattr(pipeline, "NODES", ())]
         self.by_node = [ByNode(**row) for row in getattr(pipeline, "BY_NODE", ())]
@@ -142,6 +143,11 @@ class Pipeline:
         if not holders:
             raise RuntimeProgramError(f"the program has no parameter or buffer {name!r}")
         return holders
+
+    def trained(self) -> list[TensorInfo]:
+        """The parameters that are updated in any stage, in the model's order: all that an optimizer is given, as in eager."""
+        rows = {row.name: row for stage in self.stages for row in self.optimized(stage)}
+        return [rows[name] for name in self._trained] or list(rows.values())
 
     def optimized(self, stage: int) -> list[TensorInfo]:
         """The parameters that are updated in a stage: it owns them, and they get a gradient there or elsewhere."""

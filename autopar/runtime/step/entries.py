@@ -118,8 +118,7 @@ class EntryForms:
         if not self.training:
             return Updater(UpdateRule(), {}, {}, (), comm)
         pipeline = self.forms[0].pipeline
-        rows = [row for stage in pipeline.stages for row in pipeline.optimized(stage)]
-        every = {row.name: (len(row.shape), row.dtype) for row in rows}
+        every = {row.name: (len(row.shape), row.dtype) for row in pipeline.trained()}
         self.trained = frozenset(every)
         counted = {
             name

@@ -1,8 +1,9 @@
 """How parameters follow from their gradients, as the user says it: optimizer, scheduler, clipping, loss scaling.
 
-An optimizer factory is called on every rank with *all* trained parameters of the program: this rank's shards, and for
-the parameters of other stages stand-ins without elements that never get a gradient. So the factory sees the same names
-everywhere, parameter groups have the same members on every rank and under every plan, and none is ever empty.
+An optimizer factory is called on every rank with *all* trained parameters of the program (those that get a gradient), in
+the model's order: this rank's shards, and for the parameters of other stages stand-ins without elements that never get a
+gradient. So the factory sees the same names everywhere, parameter groups have the same members on every rank and under
+every plan, and none is ever empty.
 
     params ->            functools.partial(torch.optim.AdamW, lr=1e-3)          a list of parameters
     named_parameters ->  def groups(named_parameters): …                        a list of (name, parameter)

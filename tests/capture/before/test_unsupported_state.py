@@ -180,6 +180,12 @@ def _written_detached(net: Net, x: Tensor) -> Tensor:
     return net.last(h) + h
 
 
+def _gradient_into_detached(net: Net, x: Tensor) -> Tensor:
+    room = torch.zeros_like(x).detach()
+    room[:, 1:] = net.first(x)[:, :-1]
+    return net.last(room) + room
+
+
 def _detached_in_place(net: Net, x: Tensor) -> Tensor:
     return net.last(net.first(x).detach_())
 
@@ -232,6 +238,7 @@ FORWARDS: dict[Forward, str] = {
     _written_data: "writes to a tensor that carries a gradient.* in _written_data",
     _written_without_grad: "writes to a tensor that carries a gradient.* in _written_without_grad",
     _written_detached: "writes to a tensor that carries a gradient.* in _written_detached",
+    _gradient_into_detached: "writes what carries a gradient to a tensor that was detached.* in _gradient_into_detached",
     _detached_in_place: r"detach_.* in _detached_in_place.*use x = x\.detach",
     _gradient: r"calls torch\.autograd\.grad at .* in _gradient",
     _backward: "calls backward at .* in _backward",

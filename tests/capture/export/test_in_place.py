@@ -152,6 +152,14 @@ def _norm_used_twice(net: Net, x: Tensor) -> Tensor:
     return net.last(net.norm(net.norm(net.first(x))))
 
 
+def _beside_detached(net: Net, x: Tensor) -> Tensor:
+    """A detached view is read after the write, which it shows, and passes no gradient."""
+    h = net.first(x)
+    seen = h.detach()
+    h[:, 1] += 2 * h[:, 0].detach()
+    return net.last(h) + h + seen
+
+
 REWRITTEN: list[Forward] = [_sum, _several, _normalized, _shifted, _scattered, _counted, _batch_norm]
 LEFT: list[Forward] = [
     *(
@@ -164,6 +172,7 @@ LEFT: list[Forward] = [
         _in_another_dtype,
         _without_gradient,
         _reassigned,
+        _beside_detached,
     ),
     *(_buffer_viewed, _buffer_returned, _norm_used_twice, _passed_on, _passed_on_without_dropping),
 ]

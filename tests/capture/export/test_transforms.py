@@ -34,14 +34,22 @@ def slope(net: Net, x: Tensor) -> Tensor:
     return torch.func.jvp(lambda y: torch.tanh(net.first(y)), (x,), (torch.ones_like(x),))[1]
 
 
+def moved(net: Net, x: Tensor) -> Tensor:
+    """Batch dims that come out in other places."""
+    columns = torch.vmap(lambda row: net.first(row) * 2, out_dims=1)(x)
+    products = torch.vmap(torch.vmap(lambda a, b: a * b, in_dims=(1, 1), out_dims=1))
+    pairs = x.view(-1, 2, 4)
+    return net.last(columns.mT) + products(pairs, pairs).reshape(x.shape)
+
+
 def twice(net: Net, x: Tensor) -> Tensor:
     """Two regions one after the other, and ops between."""
     h = torch.vmap(net.first)(x).relu()
     return torch.vmap(net.last)(h) + h
 
 
-CASES: list[Case] = [rows, heads, nested, slope, twice]
-QUICK = (nested, slope)
+CASES: list[Case] = [rows, heads, nested, slope, moved, twice]
+QUICK = (nested, slope, moved)
 
 
 @pytest.mark.parametrize("case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CASES])

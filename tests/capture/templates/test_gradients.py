@@ -88,6 +88,27 @@ def test_tied_weights_are_one_parameter_whose_gradient_is_the_sum_of_both_uses(r
     assert program.ir.parameters["head.weight"].aliases == ("embed.weight",)
 
 
+class Shift(nn.Module):
+    """Adds a buffer that it is given."""
+
+    def __init__(self, shift: Tensor, persistent: bool = True) -> None:
+        super().__init__()
+        self.register_buffer("shift", shift, persistent)
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.mix(x) + self.shift)
+
+
+@pytest.mark.parametrize(("ranks", "persistent"), [(1, True), (2, True), (1, False)])
+def test_a_buffer_that_several_modules_hold_is_one_buffer(ranks: int, persistent: bool) -> None:
+    shift = torch.randn(8)
+    model = nn.Sequential(Shift(shift, persistent), nn.Linear(8, 8), Shift(shift, False), Shift(shift, persistent))
+    program = assert_equal_to_eager(model, batch(), F.cross_entropy, ranks=ranks)
+    assert list(program.ir.buffers) == ["0.shift"]
+    assert set(program.run([batch()]).saved) == set(model.state_dict())
+
+
 # --- custom autograd.Functions -------------------------------------------------------------------------------------------
 
 

@@ -396,3 +396,31 @@ def test_a_sum_that_another_module_divides_by_is_known_beforehand() -> None:
         Parts(), autopar.ClusterSpec.local(2), batch, optimizer=SGD, options=autopar.Options(microbatches=4, pp=1)
     )
     assert autopar.verify(program, program.model, batch).ok
+
+
+class Distances(nn.Module):
+    """Distances to points that all samples share, and what lies on and beside the diagonal of products."""
+
+    def __init__(self, power: float) -> None:
+        super().__init__()
+        self.points, self.power = nn.Parameter(torch.linspace(-1, 1, 12).sin().view(3, 4)), power
+
+    def forward(self, x: Tensor) -> Tensor:
+        far = torch.cdist(x, self.points, p=self.power)
+        products = torch.einsum("bni,bnj->bnij", far, far)
+        return torch.einsum("bnii->bni", products) + products.diagonal(1, -1, -2).sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("power", [1.0, 2.0])
+def test_distances_to_shared_points_and_diagonals_are_of_each_sample(power: float) -> None:
+    model = Distances(power)
+    batch = torch.randn(BATCH, 5, 4), torch.randn(BATCH, 5, 3)
+    program = autopar.compile(
+        model,
+        autopar.ClusterSpec.local(1),
+        batch,
+        loss_fn=F.mse_loss,
+        optimizer=SGD,
+        options=autopar.Options(microbatches=4),
+    )
+    assert autopar.verify(program, model, batch).ok
