@@ -265,7 +265,10 @@ def export_once(
             _check_clocks(alike, state, clocks)
         by_name = dict(step.named_parameters(remove_duplicate=False))
         first = {name: fake_names[id(p)] for name, p in by_name.items()}
-        first_buffers = {name: fake_names[id(b)] for name, b in step.named_buffers(remove_duplicate=False)}
+        every_buffer = step.named_buffers(remove_duplicate=False)
+        first_buffers = {
+            name: fake_names[id(b)] for name, b in every_buffer if id(b) in fake_names
+        }  # others are made by a step
         eager = frozenset(first[n] for n in seen.reached)
         if seen.training and not eager:
             raise _nothing_to_train(without_gradient)

@@ -244,7 +244,8 @@ class _Watch(TorchFunctionMode):
             return
         with torch._C.DisableTorchFunction():
             whole = target._base if target._base is not None else target
-            written = any(isinstance(value, Tensor) and value.requires_grad for value in values)
+            given = (value for value in values if isinstance(value, Tensor) and value is not target)
+            written = any(value.requires_grad for value in given)
         if written and any(one is whole for one in self.apart):
             raise refusal(
                 "writes what carries a gradient to a tensor that was detached before (by .data or detach)",
