@@ -23,6 +23,7 @@ from torch import Tensor
 
 from autopar.cluster.link import LinkLevel
 from autopar.errors import ClusterError
+from autopar.ir.mesh import Mesh
 from autopar.ir.visits import visits
 from autopar.runtime.comm.comm import Comm
 
@@ -175,6 +176,34 @@ def one_level_s(kind: str, S: float, P: int, level: LinkLevel, B: float) -> tupl
     if level.mesh_links:
         B *= min(1.0, (P - 1) / level.mesh_links)
     return COSTS[kind].level_s(S, P, level, B, depth, level.ramp_s * depth * S / (S + RAMP_BYTES))
+
+
+@lru_cache(maxsize=4096)
+def slowest_group(levels: tuple[LinkLevel, ...], mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
+    """The ranks of that group along axes of a mesh whose messages take longest, the first one of those that take as long.
+
+    Groups lie alike where the axes' ranks fill the levels' groups or divide them. By threes in nodes of four every group but the
+    first one crosses nodes.
+    """
+    first = mesh.group(axes)
+    if len(axes) == 1 and all(
+        _are_alike(level, mesh.stride(axes[0]), mesh.sizes[axes[0]], mesh.offset) for level in levels
+    ):
+        return first
+    begins = mesh.group(tuple(axis for axis in mesh.names if axis not in axes), first[0])
+    groups = [mesh.group(axes, rank) for rank in begins]
+    one_of_each = {shape_on_levels(levels, group): group for group in reversed(groups)}
+    slowest = max(_on_shape_s(shape, "all_reduce", RAMP_BYTES, 1) for shape in one_of_each)
+    as_slow = {shape for shape in one_of_each if _on_shape_s(shape, "all_reduce", RAMP_BYTES, 1) == slowest}
+    return next(group for group in groups if shape_on_levels(levels, group) in as_slow)
+
+
+def _are_alike(level: LinkLevel, stride: int, count: int, offset: int) -> bool:
+    """Whether all groups of count ranks, stride apart, of a mesh that begins at a rank lie alike on a level."""
+    size, span = level.group_size, stride * count
+    if level.starts or level.group_bandwidths or offset % min(size, span):
+        return False
+    return size % span == 0 or stride % size == 0 or (size % stride == 0 and span % size == 0)
 
 
 @lru_cache(maxsize=65536)

@@ -49,7 +49,7 @@ class Pricer:
         self.cluster, self.mesh, self.software = cluster, mesh, software or emitted_on(cluster)
         self.device = cluster.paced(Mesh(tuple(axis for axis in mesh.axes if axis[0] != PIECE), mesh.offset))
         self.copy_s = 1.0 / (self.device.memory_bandwidth_Bps * self.device.curve.memory)
-        self._groups = {axis: mesh.group((axis,)) for axis in mesh.names}
+        self._groups = {axis: self._group((axis,)) for axis in mesh.names}
         self._choices: dict[str, OpChoices] = {}
         self._per_axis: Mapping[str, Collection[str]] = {}
         self._op_s: dict[tuple[str, Strategy], float] = {}
@@ -68,7 +68,13 @@ class Pricer:
 
     def collective_along_s(self, kind: str, nbytes: float, axes: Collection[str]) -> float:
         """Seconds of one collective among the ranks of several axes."""
-        return gloo_time_s(self.cluster, kind, nbytes, self.mesh.group(tuple(a for a in self.mesh.names if a in axes)))
+        return gloo_time_s(self.cluster, kind, nbytes, self._group(tuple(a for a in self.mesh.names if a in axes)))
+
+    def _group(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """The ranks that messages along axes are priced among: those that need longest."""
+        if PIECE in self.mesh.sizes:  # it has no links
+            return self.mesh.group(axes)
+        return collective.slowest_group(self.cluster.levels, self.mesh, axes)
 
     def bucketed_s(self, kind: str, nbytes: float, axis: str, packed: float = 1.0) -> float:
         """Seconds of nbytes inside a larger message: gradients, updated parameters and the loss travel together. packed: bytes
@@ -240,7 +246,7 @@ class Pricer:
 
     def dispatched_s(self, nbytes: float, choices: int, axes: tuple[str, ...]) -> float:
         """Seconds until every token of a rank, of nbytes in all, is at the ranks of its choices along these axes, or back."""
-        group = self.mesh.group(axes)
+        group = self._group(axes)
         shape = collective.shape_on_levels(self.cluster.levels, group)
         return collective.dispatch_time_s(shape, nbytes, choices, len(group), self.software.dispatch == "once")
 

@@ -79,11 +79,9 @@ def finer_meshes(
 
 
 def _inner(cluster: ClusterSpec, ranks: int) -> list[int]:
-    """Sizes of an inner axis of so many ranks, the largest first: powers of two, all that fast links join, and the odd part of
-    ranks that are no multiple of that."""
+    """Sizes of an inner axis of so many ranks, the largest first."""
     fast = _fast(cluster, ranks)
-    odd = odd_part(ranks) if ranks % fast else 1
-    return sorted({k for k in (2, 4, 8, fast, odd) if 1 < k < ranks and ranks % k == 0 and k <= fast}, reverse=True)
+    return sorted({k for k in (2, 4, 8, fast) if 1 < k < ranks and ranks % k == 0 and k <= fast}, reverse=True)
 
 
 def _fast(cluster: ClusterSpec, ranks: int) -> int:

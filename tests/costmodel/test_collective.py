@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from autopar.cluster import ClusterSpec
 from autopar.costmodel import collective as c
 from autopar.errors import ClusterError
+from autopar.ir.mesh import Mesh
 from tests.oracles import collectives as textbook
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange", "broadcast", "p2p")
@@ -157,3 +158,19 @@ def test_errors_name_the_mistake():
         c.collective_time_s(cluster, "gossip", 1, (0, 1))
     with pytest.raises(ClusterError, match="rank 9 is outside"):
         c.collective_time_s(cluster, "all_reduce", 1, (0, 9))
+
+
+@given(
+    st.sampled_from([1, 2, 3, 4, 6, 8]),
+    st.integers(1, 5),
+    st.lists(st.sampled_from([2, 3, 4]), min_size=1, max_size=3),
+    st.integers(0, 5),
+)
+def test_messages_are_priced_among_the_ranks_that_need_longest(node, nodes, sizes, offset):
+    """By threes in nodes of four every group but the first one crosses nodes."""
+    mesh = Mesh(tuple((f"a{i}", n) for i, n in enumerate(sizes)), offset)
+    cluster = two_levels(node * (nodes + -(-(mesh.size + offset) // node)), node)
+    for axis in mesh.names:
+        slowest = c.collective_time_s(cluster, "all_reduce", 1e8, c.slowest_group(cluster.levels, mesh, (axis,)))
+        others = [mesh.group((axis,), rank) for rank in range(offset, offset + mesh.size)]
+        assert slowest == max(c.collective_time_s(cluster, "all_reduce", 1e8, ranks) for ranks in others)

@@ -11,7 +11,6 @@ from torch.utils import _pytree as pytree
 
 import autopar
 from autopar import ClusterSpec, Options
-from autopar.cluster import resized
 from autopar.passes.shard.meshes import candidate_meshes, odd_part
 from autopar.proof.verify import verify
 from tests.passes.search.test_pipelines import Tower
@@ -41,16 +40,6 @@ def test_the_odd_part_of_many_ranks_gets_an_axis_of_its_own() -> None:
 
 def test_an_odd_part_that_has_an_axis_already_gets_no_other_one() -> None:
     assert of(24) == ["dp=24", "dp=3×tp=8", "dp=6×tp=4", "dp=12×tp=2"]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "node", "sizes"),
-    [(6, 4, {3, 2}), (12, 8, {4, 3, 2}), (20, 8, {5, 4, 2}), (10, 4, {2}), (24, 8, {8, 4, 2})],
-)
-def test_ranks_that_fill_no_nodes_may_have_their_odd_part_inside(ranks: int, node: int, sizes: set[int]) -> None:
-    cluster = resized(ClusterSpec.homogeneous(devices=32, device="h100", devices_per_node=node), ranks)
-    meshes = candidate_meshes(cluster, Options())
-    assert {mesh.sizes["tp"] for mesh in meshes if "tp" in mesh.sizes} == sizes
 
 
 def test_in_little_memory_an_odd_part_of_few_ranks_gets_an_axis_of_its_own_too() -> None:
