@@ -264,7 +264,7 @@ class _Pieces:
                 labels is not None and place is None and out != "_"
                 for labels, place, out in zip(rule.results, results, line.outs, strict=True)
             )
-            if sums and (factor not in rule.summed or rule.added):
+            if sums and (factor not in rule.contracted or rule.factors[factor].reduce != "sum" or rule.added):
                 continue
             if all(place is None for place in results) and all(name in self.whole for name in dims):
                 continue  # nothing is gained
