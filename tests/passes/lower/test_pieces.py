@@ -13,7 +13,7 @@ import autopar
 from autopar.costmodel.bill import call_seconds
 from autopar.costmodel.software import Software
 from autopar.errors import CheckError
-from autopar.ir.lines import Convert, Cut, Function, Join, Line, Start
+from autopar.ir.lines import Compute, Convert, Cut, Function, Join, Line, Start
 from autopar.passes.check.lines import check
 from autopar.passes.lower.body import PlannedTemplate
 from autopar.passes.lower.template import least_bill, lines_in_pieces, lower_in_order
@@ -160,6 +160,16 @@ def test_sums_of_pieces_are_in_the_order_of_the_pieces() -> None:
     sums = [line for line in lines(program) if isinstance(line, Join) and line.dim is None]
     assert sums
     assert all(len(line.pieces) == 2 for line in sums)
+
+
+def test_gradients_that_are_summed_beside_one_that_is_cut_are_made_in_pieces() -> None:
+    """The backward of a layer norm gives a block of its input's gradient, and sums over samples for weight and bias."""
+    plain = whole("gpt2", dp=1, tp=4)
+    backward = [
+        sum(isinstance(line, Compute) and line.op == "autopar.layer_norm_backward" for line in lines(program))
+        for program in (plain, pieces_of(plain, 2))
+    ]
+    assert backward[1] == 2 * backward[0] > 0
 
 
 class Padded(torch.nn.Module):
