@@ -191,11 +191,8 @@ def slowest_group(levels: tuple[LinkLevel, ...], mesh: Mesh, axes: tuple[str, ..
     ):
         return first
     begins = mesh.group(tuple(axis for axis in mesh.names if axis not in axes), first[0])
-    groups = [mesh.group(axes, rank) for rank in begins]
-    one_of_each = {shape_on_levels(levels, group): group for group in reversed(groups)}
-    slowest = max(_on_shape_s(shape, "all_reduce", RAMP_BYTES, 1) for shape in one_of_each)
-    as_slow = {shape for shape in one_of_each if _on_shape_s(shape, "all_reduce", RAMP_BYTES, 1) == slowest}
-    return next(group for group in groups if shape_on_levels(levels, group) in as_slow)
+    groups = (mesh.group(axes, rank) for rank in begins)
+    return max(groups, key=lambda group: _on_shape_s(shape_on_levels(levels, group), "all_reduce", RAMP_BYTES, 1))
 
 
 def _are_alike(level: LinkLevel, stride: int, count: int, offset: int) -> bool:

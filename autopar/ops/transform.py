@@ -83,10 +83,7 @@ def of_matrices(call: OpCall) -> Rule:
     first = call.shapes[0]
     lead = first[:-2]
     alike = all(t is not None and t.shape[: len(lead)] == lead for t in (*call.operands, *call.results))
-    matrices = (
-        t.shape for t in call.operands if t.is_float
-    )  # pivots are lists; a list on the right is one for each matrix
-    batched = all(
-        len(s) == len(first) or (call.op.startswith("aten._linalg_solve") and s == first[:-1]) for s in matrices
-    )
+    of_lists = first[:-1] if call.op.startswith("aten._linalg_solve") else None  # on the right, one for each matrix
+    matrices = (t.shape for t in call.operands if t.is_float)  # pivots are lists
+    batched = all(len(s) == len(first) or s == of_lists for s in matrices)
     return leading(call, len(lead) if alike and batched else 0)

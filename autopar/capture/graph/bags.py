@@ -11,22 +11,14 @@ is read, and where gradients are scaled by frequency, which on a CPU it does by 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
+from autopar.ir.call import bind
 from autopar.ir.program import is_getitem
 from autopar.ops.embedding_bag import look_up_bags
 
 aten = torch.ops.aten
-_DEFAULTS: dict[str, Any] = {
-    "scale_grad_by_freq": False,
-    "mode": 0,
-    "per_sample_weights": None,
-    "include_last_offset": False,
-    "padding_idx": None,
-}
 
 
 def with_bags(node: fx.Node) -> None:
@@ -34,12 +26,11 @@ def with_bags(node: fx.Node) -> None:
     results = list(node.users)
     if not all(is_getitem(one) and (one.args[1] == 0 or not one.users) for one in results):
         return
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    given = {**_DEFAULTS, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+    given = bind(node.target, node.args, node.kwargs)
     if given["scale_grad_by_freq"]:
         return
     w, index, offsets, weights = (given[name] for name in ("weight", "indices", "offsets", "per_sample_weights"))
-    last, padding = given["include_last_offset"], given["padding_idx"]
+    last, padding = given["include_last_offset"], given.get("padding_idx")
     ids = None if last else _ids(index, offsets)
     with node.graph.inserting_before(node):
         if ids is not None:
@@ -57,14 +48,10 @@ def with_bags(node: fx.Node) -> None:
 def _ids(index: fx.Node, offsets: fx.Node) -> fx.Node | None:
     """The index of two dims that was flattened, where the offsets are those of its rows."""
     source = index.args[0] if index.target is aten.reshape.default else None
-    shape = source.meta["val"].shape if isinstance(source, fx.Node) else ()
-    if len(shape) != 2 or offsets.target is not aten.arange.start_step or tuple(offsets.args) != (0, *_counted(shape)):
+    if not isinstance(source, fx.Node) or offsets.target is not aten.arange.start_step:
         return None
-    return source  # type: ignore[return-value]
-
-
-def _counted(shape: Any) -> tuple[int, int]:
-    return int(shape.numel()), int(shape[1])
+    shape = source.meta["val"].shape
+    return source if len(shape) == 2 and tuple(offsets.args) == (0, shape.numel(), shape[1]) else None
 
 
 def _shaped(weights: fx.Node, ids: fx.Node) -> fx.Node:

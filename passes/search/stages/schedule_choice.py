@@ -105,29 +105,30 @@ def fastest_schedule(
     there = replace(room, bound=tuple(bound - more for bound, more in zip(room.bound, too_many, strict=True)))
     filled = there if _full_with_one(apart.graph, there_bytes, there) <= 1 else room
     rooms = [filled, _less(apart.graph, filled)]
-    far_off: set[str] = set()
-    for name, space in [(n, r) for n in schedule_names(draft.task, draft) for r in rooms[: 1 + schedule_row(n).timed]]:
-        to_beat_s = useless_from_s if best is None else best[1].step_time_s * (1 - _FASTER)
+    for name in schedule_names(draft.task, draft):
         row = schedule_row(name)
-        if least_s[row.splits_backward] >= to_beat_s or name in far_off:
-            continue
-        if row.timed and one_microbatch > 1:
-            no_room = one_microbatch
-            continue
-        if row.timed and within_s >= to_beat_s:
-            continue
-        table = schedule_table(name, draft, apart.graph, costs, space)
-        if table is None:
-            continue
-        counted = under(apart if splits_backward(table) else together, table)
-        if counted.step_time_s >= to_beat_s:
-            far_off |= {name} if counted.step_time_s >= _FAR * to_beat_s else set()
-            continue
-        fullest = max(p / limit for p, limit in zip(counted.peaks, limits_bytes, strict=True))
-        if fullest > 1:
-            least = min(least, fullest)
-        else:
-            best = name, counted
+        for space in rooms[: 1 + row.timed]:
+            to_beat_s = useless_from_s if best is None else best[1].step_time_s * (1 - _FASTER)
+            if least_s[row.splits_backward] >= to_beat_s:
+                break
+            if row.timed and one_microbatch > 1:
+                no_room = one_microbatch
+                break
+            if row.timed and within_s >= to_beat_s:
+                break
+            table = schedule_table(name, draft, apart.graph, costs, space)
+            if table is None:
+                continue
+            counted = under(apart if splits_backward(table) else together, table)
+            if counted.step_time_s >= _FAR * to_beat_s:
+                break
+            if counted.step_time_s >= to_beat_s:
+                continue
+            fullest = max(p / limit for p, limit in zip(counted.peaks, limits_bytes, strict=True))
+            if fullest > 1:
+                least = min(least, fullest)
+            else:
+                best = name, counted
     return best if best is not None else no_room if least == math.inf else least
 
 
