@@ -85,7 +85,7 @@ class ShortMemorySearch:
 
     def _looks(self, offload: frozenset[str]) -> Iterator[PricedPlan | None]:
         """Faster plans in growing microbatch counts, None for a count of a mesh that has none: on the first meshes by turns,
-        until one has room for a count; on that one; on the others, and then on finer meshes, the likeliest first.
+        until one has room for a count; on that one; on the others and on finer meshes, the likeliest first.
 
         A mesh that has no room in few microbatches may have plans in ever more that take far longer than those of others.
         """
@@ -103,10 +103,8 @@ class ShortMemorySearch:
                     waiting.append(mesh)
                     break
         left = [(mesh, joint) for mesh, joint in self._meshes if mesh in waiting]
-        for mesh, _ in self._likeliest_first(left, offload):
-            yield from looks[mesh]
-        for mesh, joint in self._likeliest_first(self._finer, offload):
-            yield from self._look_on(mesh, joint, offload)
+        for mesh, joint in self._likeliest_first([*left, *self._finer], offload):
+            yield from looks.get(mesh) or self._look_on(mesh, joint, offload)
 
     def first_s(self, rival_s: float, best_s: float) -> float:
         """Seconds of the best plan of the whole batch on the mesh whose bound is best, where that bound is better than what a

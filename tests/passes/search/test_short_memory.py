@@ -159,6 +159,24 @@ def test_the_first_meshes_take_turns_until_one_has_room(monkeypatch: pytest.Monk
     assert asked == [(mesh, M) for M in (1, 2, 4, 8) for mesh in (dp, tp)]
 
 
+def test_once_a_mesh_has_room_the_likeliest_of_first_and_finer_meshes_is_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A good plan on a finer mesh leaves fewer questions to the first meshes, as theirs to it."""
+    one, orders = task("mlp"), list[list[Mesh]]()
+    search, (dp, tp, cp) = search_of(one, "mlp"), (Mesh.of(dp=2), Mesh.of(tp=2), Mesh.of(cp=2))
+    search._meshes, search._finer = [(mesh, joint_on(one, mesh)) for mesh in (dp, tp)], [(cp, joint_on(one, cp))]
+
+    def last_first(
+        _: ShortMemorySearch, meshes: list[tuple[Mesh, JointSearch]], offload: frozenset[str]
+    ) -> list[tuple[Mesh, JointSearch]]:
+        orders.append([mesh for mesh, _ in meshes])
+        return meshes[::-1]
+
+    monkeypatch.setattr(ShortMemorySearch, "_likeliest_first", last_first)
+    asked = asked_where_eight_fit(search, monkeypatch)
+    assert orders == [[tp, cp]]
+    assert list(dict.fromkeys(mesh for mesh, M in asked if M == 8)) == [dp, cp, tp]
+
+
 def asked_where_eight_fit(
     search: ShortMemorySearch, monkeypatch: pytest.MonkeyPatch, least: float = 1.1
 ) -> list[tuple[Mesh, int]]:
