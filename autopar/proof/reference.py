@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autopar.capture.examples.trees import flatten
-from autopar.capture.export.export import split_inputs
+from autopar.capture.export.flat_step import split_inputs
 from autopar.capture.known.promoted import cast
 from autopar.capture.while_traced.scalar_outputs import loss_and_extras
 from autopar.program import ParallelProgram
