@@ -1,10 +1,11 @@
 """Whether the search keeps its laws: no forced plan beats its choice, more never costs time, order never matters.
 
-    python -m benchmarks.properties LINES.jsonl [--only PATTERN] [--count N] [--kind KIND] [--seconds S]
+    python -m benchmarks.properties LINES.jsonl [--only PATTERN] [--count N] [--kind KIND] [--seconds S] [--drawn SEED]
 
 A case is a model, a place and a question (`properties_cases.py`), and gives one line of the file; cases that the file has are
 not run again. Models are on the meta device, and all is predicted, by the account that prices every plan. The last lines say:
 
+    crashed   the cases that ended in an error that is none of the compiler's own
     regret    seconds of a step of the choice over those of the best plan under options that leave the search less, by family
     laws      of every law how far it is broken: `ratio` is the seconds of what should be no slower over those of the other
 
@@ -14,7 +15,9 @@ Another order of devices, number of processes or name of axes changes nothing. A
 gives a plan that fits, and the bound that it names is not above the best step known.
 
 --only: part of a case's name; --kind: questions of a kind; --count: at most so many new cases, spread over all; --seconds: of
-this process, after which no case begins. The exit status is 1 where a law is broken by more than the claim allows.
+this process, after which no case begins; --drawn: cases of other models and places with options drawn at random
+(`properties_drawn.py`), for which a file of its own is best. The exit status is 1 where a law is broken by more than the claim
+allows, or a compile ends in an error that is none of the compiler's own.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +43,7 @@ import torch
 import autopar
 from autopar.api import compile_request
 from autopar.request import Request
+from benchmarks import properties_drawn
 from benchmarks.harness import command_line
 from benchmarks.no_worse import limit_bytes
 from benchmarks.properties_cases import CHOICE, WORKLOADS, Place, Question, Workload, cluster_at, questions
@@ -68,26 +73,29 @@ class Case(NamedTuple):
         return f"{self.where}: {self.question.name}"
 
 
-def all_cases() -> list[Case]:
-    """Every case, of every place the choice first."""
+def all_cases(seed: int | None = None) -> list[Case]:
+    """Every case, of every place the choice first: of the list, or those that a seed draws."""
+    of = questions if seed is None else partial(properties_drawn.questions, seed=seed)
+    workloads = WORKLOADS if seed is None else properties_drawn.WORKLOADS
     return [
         Case(workload, place, question)
-        for workload in WORKLOADS.values()
+        for workload in workloads.values()
         for place in workload.places
-        for question in questions(workload, place)
+        for question in of(workload, place)
     ]
 
 
 def wanted(cases: Iterable[Case], done: set[str], only: str, kind: str, count: int | None) -> list[Case]:
     """The cases that are to be run, with the choice of every place that one of them needs. count: how many at most, spread over
     all in an order that is always the same."""
+    cases = list(cases)
     chosen = [c for c in cases if only in c.name and c.question.kind.startswith(kind) and c.name not in done]
     spread = sorted(chosen, key=lambda c: zlib.crc32(c.name.encode()))[:count]
     places = {(c.workload.name, c.place): c for c in spread}.values()
     needed = {c.name: c for c in spread} | {
         first.name: first for c in places if (first := c._replace(question=CHOICE)).name not in done
     }
-    order = {name: i for i, name in enumerate(WORKLOADS)}
+    order = {name: i for i, name in enumerate(dict.fromkeys(c.workload.name for c in cases))}
     return sorted(
         needed.values(), key=lambda c: (order[c.workload.name], c.place, c.question != CHOICE, c.question.name)
     )
@@ -145,14 +153,17 @@ def answered(case: Case, request: Request, compiled: Compile) -> tuple[Line, Com
         compiled = program.compile_again
     except autopar.AutoparError as error:
         line["refused"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    except Exception as error:
+        line["crashed"] = line["refused"] = f"{type(error).__name__}: {error}"[:300]
     return line | {"cpu_s": round(time.process_time() - before, 2)}, compiled
 
 
 @mock.patch("time.monotonic", new=float)  # no deadline of a solver passes, however busy the machine is
-def run_workload(names: Sequence[str], out: Path, until_s: float) -> None:
-    """Run cases of one workload, which share a capture, and append their lines. until_s: seconds since the epoch."""
+def run_workload(names: Sequence[str], out: Path, until_s: float, seed: int | None = None) -> None:
+    """Run cases of one workload, which share a capture, and append their lines. until_s: seconds since the epoch; seed: as of
+    `all_cases`."""
     torch.set_num_threads(1)
-    by_name = {case.name: case for case in all_cases()}
+    by_name = {case.name: case for case in all_cases(seed)}
     lines = {line["case"]: line for line in read(out)}
     request: Request | None = None
     compiled: Compile = compile_request
@@ -274,8 +285,10 @@ def summary(lines: Sequence[Line]) -> dict[str, Any]:
     found["regretted"] = {e["case"]: [round(e["ratio"], 4), e["plan"]] for e in worst}
     broken = sorted((e for e in laws if e["ratio"] > MOST_BROKEN), key=lambda e: -e["ratio"])
     found["broken"] = {e["case"]: [round(e["ratio"], 4), e["law"], e["beside"]] for e in broken}
+    found["crashed"] = {line["case"]: line["crashed"] for line in lines if "crashed" in line}
     usual = sum(ratio <= USUAL_REGRET for ratio in ratios)
-    found["holds"] = not broken and max(ratios, default=1.0) <= MOST_REGRET and usual >= USUAL_SHARE * len(ratios)
+    regretless = max(ratios, default=1.0) <= MOST_REGRET and usual >= USUAL_SHARE * len(ratios)
+    found["holds"] = regretless and not broken and not found["crashed"]
     return found
 
 
@@ -287,15 +300,18 @@ def main() -> None:
     parser.add_argument("--kind", default="", help="questions of this kind: choice, forced, slower, …")
     parser.add_argument("--count", type=int, help="at most so many new cases")
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which no case begins")
+    parser.add_argument(
+        "--drawn", type=int, metavar="SEED", help="other models and places, options drawn by this number"
+    )
     args = parser.parse_args()
     until_s = time.time() + args.seconds
-    todo = wanted(all_cases(), {line["case"] for line in read(args.lines)}, args.only, args.kind, args.count)
+    todo = wanted(all_cases(args.drawn), {line["case"] for line in read(args.lines)}, args.only, args.kind, args.count)
     names: dict[str, list[str]] = defaultdict(list)
     for case in todo:
         names[case.workload.name].append(case.name)
     for cases in names.values():
         with ProcessPoolExecutor(1, get_context("spawn")) as alone:
-            alone.submit(run_workload, cases, args.lines, until_s).result()
+            alone.submit(run_workload, cases, args.lines, until_s, args.drawn).result()
     found = summary(read(args.lines))
     print(json.dumps(found, indent=1, ensure_ascii=False))
     sys.exit(not found["holds"])

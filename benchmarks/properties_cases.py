@@ -73,6 +73,13 @@ class Question:
 # --- places
 
 DGX = {"h100": "dgx-h100", "a100": "dgx-a100"}
+NODES = {
+    "ethernet": ("a100", 4, 1.25e9),
+    "slow": ("a100", 4, 3e9),
+    "cloud": ("h100", 8, 1.25e10),
+    "apart": ("h100", 1, 2.5e10),
+}
+"""The device, how many a node has, and the bytes per second between nodes, of other families."""
 
 
 def cluster_at(place: Place) -> ClusterSpec:
@@ -84,13 +91,14 @@ def cluster_at(place: Place) -> ClusterSpec:
         return cluster_at(Place("a100", n)).with_tiers()
     if family == "pcie":
         return resized(ClusterSpec.preset("pcie-a100", -(-n // 8)), n)
-    if family == "ethernet":
-        whole = ClusterSpec.homogeneous(
-            devices=-(-n // 4) * 4, device="a100", devices_per_node=4, inter_bandwidth_Bps=1.25e9
-        )
-        return resized(whole, n)
-    assert family == "mixed", family
-    return mixed(n)
+    if family == "mixed":
+        return mixed(n)
+    device, per_node, bandwidth_Bps = NODES[family]
+    nodes = -(-n // per_node)
+    whole = ClusterSpec.homogeneous(
+        devices=nodes * per_node, device=device, devices_per_node=per_node, inter_bandwidth_Bps=bandwidth_Bps
+    )
+    return resized(whole, n)
 
 
 def mixed(ranks: int, backwards: bool = False) -> ClusterSpec:

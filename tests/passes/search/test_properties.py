@@ -13,7 +13,7 @@ import pytest
 
 import autopar
 from autopar import ClusterSpec
-from benchmarks import no_worse, properties
+from benchmarks import no_worse, properties, properties_drawn
 from benchmarks.properties_cases import CHOICE, WORKLOADS, Place, cluster_at, mixed, slower_devices, slower_links
 from benchmarks.sameness import of_zoo
 
@@ -202,3 +202,33 @@ def test_the_order_in_which_machines_are_listed_changes_nothing() -> None:
     forth, back = mixed(4), mixed(4, backwards=True)
     program = of_zoo("mlp", forth)
     assert program.predicted.step_time_s == pytest.approx(step_s(program, back), rel=1e-9)
+
+
+def test_drawn_cases_are_those_of_their_seed_and_ask_for_options_that_there_are() -> None:
+    cases, again, others = (properties.all_cases(seed) for seed in (1, 1, 2))
+    assert [case.question.options for case in cases] == [case.question.options for case in again]
+    assert [case.name for case in cases] != [case.name for case in others]
+    for case in cases:
+        size = cluster_at(case.place).size
+        options = autopar.Options(**case.question.options)
+        assert math.prod((options.mesh or {}).values()) * (options.pp or 1) in (size, options.pp or 1)
+    forced = {key for case in cases for key in case.question.options}
+    assert forced == {"pp", "schedule", "mesh", "strategy", "recompute", "microbatches", "overlap", "order"}
+
+
+def test_cases_of_a_workload_stay_in_the_order_of_their_list() -> None:
+    cases = properties.all_cases(1)
+    names = [*dict.fromkeys(case.workload.name for case in properties.wanted(cases, set(), "", "choice", None))]
+    assert names == [*properties_drawn.WORKLOADS]
+
+
+def test_a_crash_is_a_line_and_no_law_holds_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crashes(_: Any) -> autopar.ParallelProgram:
+        raise KeyError("lost")
+
+    case = properties.all_cases()[0]
+    told, compiled = properties.answered(case, None, crashes)  # type: ignore[arg-type]
+    assert told["crashed"] == "KeyError: 'lost'"
+    assert compiled is crashes
+    assert not properties.summary([told])["holds"]
+    assert properties.summary([])["holds"]
