@@ -50,6 +50,11 @@ def gained_by_g(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
 
 
 @autopar.register_op("d, d -> d")
+def gained_by_gain(x: torch.Tensor, gained_by_gain: torch.Tensor) -> torch.Tensor:
+    return x * torch.exp(gained_by_gain)
+
+
+@autopar.register_op("d, d -> d")
 def gained_by_grad(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return x * torch.exp(grad)
 
@@ -129,8 +134,10 @@ def test_registered_ops_compute_the_same_under_many_random_plans(seed: int) -> N
     check_plan((2, 4)[seed % 2], seed)
 
 
-@pytest.mark.parametrize("op", [gained_by_g, gained_by_grad])
-def test_an_argument_that_is_called_like_a_gradient_is_none(op: Callable[[Tensor, Tensor], Tensor]) -> None:
+@pytest.mark.parametrize("op", [gained_by_g, gained_by_grad, gained_by_gain])
+def test_an_argument_that_is_called_like_a_gradient_or_the_op_is_neither(
+    op: Callable[[Tensor, Tensor], Tensor],
+) -> None:
     torch.manual_seed(0)
     gained, x = Gained(op), torch.randn(8, 6)
     compiled = functools.partial(autopar.compile, gained, autopar.ClusterSpec.local(2), (x,), optimizer=OPTIMIZER)
