@@ -5,10 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
 from autopar.ir.call import OpCall
 from autopar.ir.rule import Rule
+from autopar.ops.dialect import lifts
 from autopar.ops.labels import Maker
 from autopar.ops.registry import Block, define, named, register, resized
+
+aten = torch.ops.aten
 
 define(*named("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty"), precision="pass")
 
@@ -33,6 +38,13 @@ def new_constant(call: OpCall) -> Rule:
     make = Maker()
     out = call.out_shape
     return make.rule([((),) * len(call.shapes[0])], [make.dims(out)])
+
+
+@lifts(aten._new_zeros_with_same_feature_meta.default)
+def _no_tangent(tangent: torch.Tensor, primal: torch.Tensor, self_num_batch_dims: int = 0) -> torch.Tensor:
+    """The zeros that forward-mode differentiation begins with: the batch dims of the tangent, the shape of the primal."""
+    batch = tangent.shape[:self_num_batch_dims]
+    return torch.zeros_like(primal if not batch else primal.expand(*batch, *primal.shape), dtype=tangent.dtype)
 
 
 @register(*named("arange linspace eye scalar_tensor tril_indices triu_indices"), factory=True)

@@ -58,10 +58,10 @@ _FACTS = (
 """Fields of a definition that a user may state."""
 _GRADIENT = """
 
-def {name}_grad(g, {args}):
-    leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in ({tensors},)]
+def {name}_grad(g, *arguments):
+    leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in arguments[:{tensors}]]
     with torch.enable_grad():
-        out = {name}(*leaves{rest})
+        out = {name}(*leaves, *arguments[{tensors}:])
     wanted = [t for t in leaves if t.requires_grad]
     grads = iter(torch.autograd.grad(out, wanted, g, allow_unused=True))
     found = [next(grads) if t.requires_grad else None for t in leaves]
@@ -119,11 +119,11 @@ def register_op(
         if gradient is not None and gradient.__name__ != f"{name}_grad":
             raise InputError(f"register_op: the gradient of {name} must be called {name}_grad, not {gradient.__name__}")
         op = _torch_op(function, shape)
-        backward_function = UserFunction(gradient) if gradient else _by_autograd(name, function, parameters, tensors)
-        _register_backward(name, backward_function.function, op, len(tensors))
+        backward_function = UserFunction(gradient) if gradient else _by_autograd(name, function, len(tensors))
+        _register_backward(name, backward_function.function, op, _cotangent(parameters), len(tensors))
         stated = {"home": "user_ops", "dear": True, **facts}
         define(f"autopar_ops.{name}", rule=forward, **stated)
-        define(f"autopar_ops.{name}_grad", rule=backward, **stated)
+        define(f"autopar_ops.{name}_grad", rule=backward, linear=lambda call: [{0}], **stated)
         USER_FUNCTIONS[name] = UserFunction(function)
         USER_FUNCTIONS[f"{name}_grad"] = backward_function
         return op
@@ -165,20 +165,28 @@ def _torch_op(function: Function, shape: Function | None) -> Any:
     return op
 
 
-def _by_autograd(name: str, function: Function, parameters: list[str], tensors: list[str]) -> UserFunction:
-    """The gradients of all tensors, by autograd inside one op."""
-    rest = "".join(f", {other}" for other in parameters[len(tensors) :])
-    source = _GRADIENT.format(name=name, args=", ".join(parameters), tensors=", ".join(tensors), rest=rest)
+def _cotangent(parameters: list[str]) -> str:
+    """The name of the gradient that comes in, which none of the function's parameters has."""
+    name = "g"
+    while name in parameters:
+        name += "_"
+    return name
+
+
+def _by_autograd(name: str, function: Function, tensors: int) -> UserFunction:
+    """The gradients of all tensors, the first arguments, by autograd inside one op."""
+    source = _GRADIENT.format(name=name, tensors=tensors)
     scope: dict[str, Any] = {"torch": torch, name: function}
     exec(source, scope)
     return UserFunction(scope[f"{name}_grad"], source)
 
 
-def _register_backward(name: str, gradient: Callable[..., Any], op: Any, tensors: int) -> None:
-    """One op for the gradients of the first `tensors` arguments of `op`, and autograd's way to it."""
+def _register_backward(name: str, gradient: Callable[..., Any], op: Any, g: str, tensors: int) -> None:
+    """One op for the gradients of the first `tensors` arguments of `op`, and autograd's way to it. g: the name of the gradient
+    that comes in."""
     library = torch.library.Library("autopar_ops", "FRAGMENT")
     schema = str(op._opoverload._schema).split("(", 1)[1].rsplit("->", 1)[0].strip()
-    library.define(f"{name}_grad(Tensor g, {schema} -> Tensor[]")
+    library.define(f"{name}_grad(Tensor {g}, {schema} -> Tensor[]")
 
     def with_autograd(*args: Any) -> list[Tensor]:
         # Below a dispatch mode (verification runs under one) autograd is excluded, which the gradient needs, and arguments

@@ -16,9 +16,20 @@ from autopar.ops.registry import define, named, once, register
 define(*named("index index_select gather take_along_dim scatter index_put index_copy"), precision="follow")
 define(*named("index _unsafe_index index_select gather take_along_dim"), linear=lambda call: [{0}], picks=once)
 define(
-    *named("index_put _unsafe_index_put index_add scatter_add"),
-    linear=lambda call: [{0, len(call.operands) - 1}] if call.get("accumulate", True) else [],
+    *named("index_put _unsafe_index_put index_add scatter_add index_copy put"),
+    linear=lambda call: [{0, len(call.operands) - 1}],
 )
+
+
+def _where_told(call: OpCall) -> list[set[int]]:
+    """The tensor that is written to and the one that is written, together; where a number is written, the former if that is 0."""
+    if call.get("reduce") is not None:
+        return []
+    return [{0, 2}] if len(call.operands) == 3 else [{0}] if call["value"] == 0 else []
+
+
+define(*named("scatter index_fill"), linear=_where_told)
+define("aten.take", linear=lambda call: [{0}])
 
 
 @register(*named("gather scatter scatter_add scatter_reduce index_select index_add index_copy index_fill"))

@@ -33,6 +33,8 @@ define("aten.clone", canonical="copy", view=True)
 define(*named("add neg _to_copy"), carries=True)
 define(*named("add sub rsub"), adds="other")
 define("aten._to_copy", linear=lambda call: [{0}])  # but for rounding
+define(*named("add sub"), linear=lambda call: [{0, 1}] if len(call.operands) == 2 else [])  # numbers and counts too
+define("aten.xlogy", linear=lambda call: [{0}] if isinstance(call["self"], Operand) else [])
 define("aten.mul", linear=lambda call: [{0}, {1}] if len(call.operands) == 2 else [{0}])
 define(
     "aten.div",

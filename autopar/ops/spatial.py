@@ -17,6 +17,7 @@ Tensor = torch.Tensor
 aten = torch.ops.aten
 
 define(*named("im2col col2im pixel_shuffle pixel_unshuffle channel_shuffle"), precision="follow")
+define(*named("pixel_shuffle pixel_unshuffle channel_shuffle"), linear=lambda call: [{0}])
 
 
 def _spatial(rank: int, names: str) -> None:

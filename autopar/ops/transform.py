@@ -8,7 +8,7 @@ from autopar.ir.call import OpCall
 from autopar.ir.rule import Labels, Rule
 from autopar.ops.dialect import lifts
 from autopar.ops.labels import Maker, all_float, leading, reduced_dims
-from autopar.ops.registry import named, register
+from autopar.ops.registry import define, named, register
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -59,6 +59,12 @@ def distances_backward(call: OpCall) -> Rule:
     p, r, d = make.add("p", a[-2]), make.add("r", b[-2]), make.add("d", a[-1])
     pairs = (*lead, p, r)
     return make.rule([pairs, (*lead, p, d), (*lead, r, d), pairs], [(*lead, p, d)])
+
+
+define("aten.linalg_cross", linear=lambda call: [{0}, {1}])
+define("aten._trilinear", linear=lambda call: [{0}, {1}, {2}])
+define("aten.cholesky_solve", linear=lambda call: [{0}])
+define(*named("linalg_lu_solve ormqr"), linear=lambda call: [{2}])
 
 
 @register("aten.linalg_solve_triangular")

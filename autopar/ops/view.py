@@ -34,6 +34,8 @@ define(
     ),
     precision="follow",
 )
+define(*named("diagonal diag_embed as_strided rot90"), linear=lambda call: [{0}])
+define("aten.diagonal_scatter", linear=lambda call: [{0, 1}])
 define("aten.view.dtype", view=True, precision="follow")  # reads the bytes as another dtype: no regrouping
 define("aten.broadcast_tensors", precision="pass")
 define(

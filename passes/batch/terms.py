@@ -11,8 +11,8 @@ from autopar.ir.call import OpCall, Operand
 from autopar.ir.program import op_name
 from autopar.ops.registry import find
 
-COTANGENTS = ("g", "grad", "grad_out", "grad_output", "grad_w")
-"""Arguments of backward ops that are gradients of their forward's result, in which every backward is linear."""
+COTANGENTS = ("g", "g_all", "grad", "grad_out", "grad_output", "grad_w")
+"""Arguments of backward ops that are gradients of their forward's results, in which together every backward is linear."""
 
 
 def shows(node: fx.Node) -> bool:
@@ -30,13 +30,21 @@ def is_zeros(node: fx.Node) -> bool:
 
 def more_linear(call: OpCall) -> Iterator[frozenset[int]]:
     """Operands in which an op is linear although ranks are not offered it: what its definition says, and of the backward of
-    another op the gradient that comes in. Counts that become fractions are among them."""
+    another op the gradients that come in. Counts that become fractions are among them."""
     definition = find(call.op)
-    groups = [{arg.index} for name in COTANGENTS if isinstance(arg := call.get(name), Operand)]
+    groups = [{arg.index for name in _cotangents(call.op) if isinstance(arg := call.get(name), Operand)}]
     if definition is not None and definition.linear is not None:
         groups += definition.linear(call)
     if all(t is None or t.is_float for t in call.results):
-        yield from (frozenset(group) for group in groups if all(call.operands[k].dtype != torch.bool for k in group))
+        numbers = [k for k, t in enumerate(call.operands) if t.dtype != torch.bool]
+        yield from (frozenset(group) for group in groups if group and group <= {*numbers})
+
+
+def _cotangents(op: str) -> tuple[str, ...]:
+    """Names of the gradients that a backward op takes. Other ops may call their arguments so too, and ops that users register
+    do: which operand of their backward it is stands in its definition."""
+    namespace, name = op.split(".")[:2]
+    return COTANGENTS if namespace == "autopar" or ("backward" in name and namespace != "autopar_ops") else ()
 
 
 def affine(call: OpCall) -> str | None:

@@ -6,6 +6,7 @@ import functools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.errors import InputError, ShardingError
+from autopar.errors import CoupledError, InputError, ShardingError
 
 
 @autopar.register_op("b s d!, d! -> b s d!")
@@ -41,6 +42,32 @@ def whole_rows(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 @autopar.register_op("v! h, b s -> b s h")
 def doubled_rows(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return table[index] * 2.0
+
+
+@autopar.register_op("d, d -> d")
+def gained_by_g(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    return x * torch.exp(g)
+
+
+@autopar.register_op("d, d -> d")
+def gained_by_gain(x: torch.Tensor, gained_by_gain: torch.Tensor) -> torch.Tensor:
+    return x * torch.exp(gained_by_gain)
+
+
+@autopar.register_op("d, d -> d")
+def gained_by_grad(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    return x * torch.exp(grad)
+
+
+class Gained(nn.Module):
+    """A parameter, and an op of it and of a mean over the batch."""
+
+    def __init__(self, op: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.op, self.inner, self.w = op, nn.Linear(6, 6), nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.op(self.w, self.inner(x).mean(0).detach()).sum()
 
 
 class Model(nn.Module):
@@ -105,6 +132,19 @@ def test_registered_ops_compute_the_same_under_random_plans(ranks: int, seed: in
 @pytest.mark.parametrize("seed", range(4, 44))
 def test_registered_ops_compute_the_same_under_many_random_plans(seed: int) -> None:
     check_plan((2, 4)[seed % 2], seed)
+
+
+@pytest.mark.parametrize("op", [gained_by_g, gained_by_grad, gained_by_gain])
+def test_an_argument_that_is_called_like_a_gradient_or_the_op_is_neither(
+    op: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    torch.manual_seed(0)
+    gained, x = Gained(op), torch.randn(8, 6)
+    compiled = functools.partial(autopar.compile, gained, autopar.ClusterSpec.local(2), (x,), optimizer=OPTIMIZER)
+    result = autopar.verify(compiled(options=autopar.Options(mesh={"dp": 2})), gained, (x,), steps=2)
+    assert result.max_error <= 1e-9, result.errors
+    with pytest.raises(CoupledError, match="gained_by_g"):
+        compiled(options=autopar.Options(microbatches=2))
 
 
 def test_gradients_of_an_op_that_owes_a_maximum_keep_that_factor_whole() -> None:

@@ -103,6 +103,38 @@ def _instance_norm(func: Any, hold: Hold) -> Callable[..., Tensor]:
     return run
 
 
+def _cov(func: Any, hold: Hold) -> Callable[..., Tensor]:
+    """Covariances without the branches on the sums of weights, which torch takes on the tensor of their number too."""
+
+    def run(
+        input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
+    ) -> Tensor:
+        inexact = input.is_floating_point() or input.is_complex()
+        if fweights is not None or aweights is not None or input.ndim > 2 or input.numel() == 0 or not inexact:
+            return func(input, correction=correction, fweights=fweights, aweights=aweights)
+        rows = input.reshape(-1, input.shape[-1]) if input.ndim else input.reshape(1, 1)
+        apart = rows - rows.mean(1, keepdim=True)
+        return (apart @ apart.t().conj() / max(rows.shape[1] - correction, 0)).squeeze()
+
+    return run
+
+
+def _corrcoef(func: Any, hold: Hold) -> Callable[..., Tensor]:
+    """Correlations by way of covariances: within the unit circle along both of its axes, as torch clips them."""
+
+    def run(input: Tensor) -> Tensor:
+        cov = _cov(torch.cov, hold)(input)
+        if not cov.ndim:
+            return cov / cov
+        spread = cov.diagonal().sqrt().real if cov.is_complex() else cov.diagonal().sqrt()
+        scaled = cov / spread.unsqueeze(1) / spread.unsqueeze(0)
+        if scaled.is_complex():
+            return torch.complex(scaled.real.clip(-1, 1), scaled.imag.clip(-1, 1))
+        return scaled.clip(-1, 1)
+
+    return run
+
+
 def cumulative(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The forward of torch's batch norms: without a momentum the running statistics are means over all batches so far, and the
     number of these is no number in Python, but the buffer that counts them."""
@@ -129,6 +161,10 @@ _REWRITTEN: dict[Any, Callable[[Any, Hold], Callable[..., Any]]] = {
     torch.ctc_loss: _ctc_loss,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.instance_norm: _instance_norm,
+    torch.cov: _cov,
+    Tensor.cov: _cov,
+    torch.corrcoef: _corrcoef,
+    Tensor.corrcoef: _corrcoef,
     torch.as_strided: lambda func, hold: as_strided,
     Tensor.as_strided: lambda func, hold: as_strided,
 }

@@ -231,6 +231,8 @@ class _Watch(TorchFunctionMode):
                     if parameter
                     else "compute a new tensor instead",
                 )
+            while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+                tensor = torch._C._functorch.get_unwrapped(tensor)
             if not isinstance(tensor, FakeTensor):
                 raise refusal(
                     "writes to a plain tensor that it keeps from step to step",

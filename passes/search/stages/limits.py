@@ -58,6 +58,14 @@ def check_pipeline_options(task: Task) -> None:
         )
     if options.stage_boundaries is not None:
         _check_boundaries(task, options.stage_boundaries)
+        groups = (len(options.stage_boundaries) + 1) // per_group
+    if per_group > 1 and task.cluster.size % groups:
+        fit = [n for n in range(2, most // per_group + 1) if task.cluster.size % n == 0]
+        numbers = f"{' or '.join(map(str, fit))} groups" if fit else "another number of ranks"
+        raise InputError(
+            f"Options ask for {per_group} stages on each of {groups} groups of ranks, for which groups are to be alike; "
+            f"{task.cluster.size} ranks are no {groups} equal groups; choose {numbers}, 1f1b, a zb-h schedule or auto"
+        )
 
 
 def _check_boundaries(task: Task, paths: Sequence[str]) -> None:

@@ -45,7 +45,8 @@ from autopar.plan import ParameterPlan
 
 
 def _without_choice(key: Key) -> InfeasibleError:
-    return InfeasibleError(f"no choice is left for {' '.join(key)}; loosen the constraints that match it")
+    what = f"the strategy or the constraints leave no choice for {' '.join(key)}"
+    return InfeasibleError(f"{what}; take another strategy, or loosen the constraints that match it")
 
 
 _Part = tuple[str, str | int] | None
@@ -369,8 +370,8 @@ class Problem:
         if not kept:
             possible_specs = ", ".join(dict.fromkeys(str(storage) for storage, _ in every.states))
             raise InfeasibleError(
-                f"no choice is left for param {name} on mesh {self.mesh}; loosen the constraints that match it; it may rest as "
-                f"{possible_specs}"
+                f"the strategy or the constraints leave no choice for param {name} on mesh {self.mesh}; take another mesh or "
+                f"strategy, or loosen the constraints that match it; it may rest as {possible_specs}"
             )
         is_every = self.given is None and len(kept) == len(every.states)
         return every if is_every else Resting.of(kept, partial(numbers_of, self.pricer, type_))

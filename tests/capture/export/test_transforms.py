@@ -62,3 +62,16 @@ def test_a_gradient_inside_forward_is_refused_by_name() -> None:
     model = Net(lambda net, x: torch.func.grad(lambda y: net.first(y).tanh().sum())(x))
     with pytest.raises(autopar.CaptureError, match=r"torch\.func\.grad"):
         capture_program(model, (torch.randn(4, 8),))
+
+
+def test_a_jacobian_inside_forward_is_refused_as_a_transform_and_not_for_what_torch_writes_to() -> None:
+    model = Net(lambda net, x: torch.vmap(torch.func.jacfwd(lambda y: net.first(y).tanh()))(x))
+    with pytest.raises(autopar.CaptureError, match=r"transforms a function .*jvp"):
+        capture_program(model, (torch.randn(4, 8),))
+
+
+def test_a_write_to_a_tensor_of_ones_own_is_refused_inside_a_transform_too() -> None:
+    kept = torch.zeros(4, 8)
+    model = Net(lambda net, x: net.first(torch.vmap(lambda row, own: own.add_(row))(x, kept)))
+    with pytest.raises(autopar.CaptureError, match="plain tensor that it keeps from step to step"):
+        capture_program(model, (torch.randn(4, 8),))

@@ -92,6 +92,68 @@ CASES: dict[str, Callable[[Net, Tensor], Tensor]] = {
 }
 
 
+def _metric_of_weights(net: Net) -> Tensor:
+    w = net.last.weight
+    return w @ w.t() + 3 * torch.eye(WIDTH, dtype=w.dtype)
+
+
+OF_WEIGHTS: dict[str, Callable[[Net], Tensor]] = {
+    "diag": lambda net: torch.diag(net.codes[0]),
+    "diagonal_scatter": lambda net: net.last.weight.diagonal_scatter(net.codes[0]),
+    "rot90": lambda net: torch.rot90(net.last.weight),
+    "slogdet": lambda net: net.last.weight * torch.linalg.slogdet(_metric_of_weights(net)).logabsdet,
+    "solve": lambda net: torch.linalg.solve(_metric_of_weights(net), net.last.weight),
+    "cholesky_solve": lambda net: torch.cholesky_solve(net.last.weight, torch.linalg.cholesky(_metric_of_weights(net))),
+    "qr": lambda net: torch.linalg.qr(_metric_of_weights(net)).Q,
+    "cross": lambda net: torch.linalg.cross(net.last.weight[:, :3], net.last.weight[:, 3:]).repeat(1, 2),
+    "bilinear": lambda net: F.bilinear(net.last.weight, net.first.weight, net.first.weight.expand(WIDTH, -1, -1)),
+    "sort": lambda net: net.last.weight.sort(0).values,
+    "index_put": lambda net: net.last.weight.index_put((torch.tensor([0, 1]),), net.codes[:2]),
+    "index_copy": lambda net: net.last.weight.index_copy(0, torch.tensor([0, 1]), net.codes[:2]),
+    "scatter": lambda net: net.last.weight.scatter(0, torch.zeros(1, WIDTH, dtype=torch.int64), net.codes[:1]),
+    "scatter of a number": lambda net: net.last.weight.scatter(0, torch.zeros(1, WIDTH, dtype=torch.int64), 0.0),
+    "take": lambda net: net.last.weight.take(torch.arange(WIDTH * WIDTH).flip(0).view(WIDTH, WIDTH)),
+    "trace": lambda net: net.last.weight * net.last.weight.trace(),
+    "pixel_shuffle": lambda net: F.pixel_shuffle(net.last.weight.reshape(1, 4, 3, 3), 2)[0, 0],
+    "xlogy": lambda net: torch.xlogy(net.last.weight, net.last.weight.abs() + 1),
+    "stft": lambda net: torch.stft(
+        net.last.weight.flatten(), 12, 6, window=torch.ones(12, dtype=net.last.weight.dtype), return_complex=True
+    ).abs()[:WIDTH, :WIDTH],
+}
+
+
+class Made(Net):
+    """A product with a matrix that is made of weights alone, whose gradient is a sum over samples."""
+
+    def __init__(self, make: Callable[[Net], Tensor]) -> None:
+        super().__init__(lambda net, z: z @ make(net).t())
+
+
+class Counting(nn.Module):
+    """Counts of what a batch chooses, in a buffer of floating point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("used", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        self.used += torch.bincount(y.argmax(-1), minlength=WIDTH)
+        return y
+
+
+class Tangent(nn.Module):
+    """A derivative along a direction of inputs, by forward-mode differentiation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.jvp(self.net, (x,), (torch.ones_like(x),))[1]
+
+
 def compiled(model: nn.Module, batch: tuple[Tensor, ...], microbatches: int, **options: Any) -> autopar.Program:
     return autopar.compile(
         model,
@@ -110,6 +172,22 @@ def test_microbatches_are_eagers(name: str) -> None:
     program = compiled(model, batch, 2)
     assert program.plan.microbatches == 2
     result = autopar.verify(program, model, batch, steps=2)
+    assert result.max_error <= 1e-9, result.errors
+
+
+@pytest.mark.parametrize("name", OF_WEIGHTS)
+def test_gradients_of_what_weights_alone_make_add_up(name: str) -> None:
+    torch.manual_seed(0)
+    model, batch = Made(OF_WEIGHTS[name]), (torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH))
+    result = autopar.verify(compiled(model, batch, 2), model, batch, steps=2)
+    assert result.max_error <= 1e-9, result.errors
+
+
+@pytest.mark.parametrize("make", [Counting, Tangent])
+def test_counts_and_tangents_of_microbatches_add_up(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, batch = make(), (torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH))
+    result = autopar.verify(compiled(model, batch, 2), model, batch, steps=2)
     assert result.max_error <= 1e-9, result.errors
 
 

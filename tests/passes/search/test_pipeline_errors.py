@@ -70,6 +70,12 @@ def piped(cluster: int = 4, **options: Any) -> autopar.Program:
         (4, {"pp": 2, "schedule": "interleaved", "chunks": 1}, "interleaved runs 2 or more stages per group"),
         (4, {"pp": 2, "schedule": "zb-v", "chunks": 3}, "schedule zb-v runs 2 stages per group"),
         (
+            3,
+            {"pp": 2, "schedule": "interleaved"},
+            "2 stages on each of 2 groups of ranks, .*; 3 ranks are no 2 equal groups; choose 3 groups, 1f1b",
+        ),
+        (5, {"stage_boundaries": ["1", "2", "4"], "chunks": 2}, "no 2 equal groups; choose another number of ranks"),
+        (
             4,
             {"pp": 2, "mesh": {"dp": 4}},
             "has 4 ranks, a stage of the pipeline has 2; make the axis sizes multiply to 2",

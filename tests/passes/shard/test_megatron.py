@@ -168,3 +168,14 @@ def test_one_sequence_at_a_time_is_split_as_two_are(shape: TransformerShape, axe
     assert storages(one) == storages(two)
     assert storages(one)["blocks.0.attention.q.weight"] == "[@tp, .]"
     assert autopar.verify(one, model, (ids, ids)).ok
+
+
+def test_a_strategy_that_leaves_no_choice_is_named_as_what_forbids_it() -> None:
+    model = nn.Sequential(
+        nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 4)
+    )
+    batch = torch.randn(8, 6), torch.randn(8, 4)
+    with pytest.raises(
+        autopar.InfeasibleError, match=r"the strategy or the constraints leave no choice for param .*dp=3"
+    ):
+        autopar.compile(model, ClusterSpec.local(3), batch, loss_fn=F.mse_loss, options=Options(strategy="megatron"))
