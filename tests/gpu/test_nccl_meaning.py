@@ -110,12 +110,12 @@ def test_a_stopped_rank_is_named_as_over_gloo(out, tmp_path, late):
 
 GOES_ON = {
     "skip": (
-        "not_numbers --on-nan skip --grad-norm",
+        "wrong_numbers --on-nan skip --grad-norm",
         "default",
         ["the loss of step 10 is nan: its update is skipped, 2 so far"],
     ),
     "rewind": (
-        "not_numbers --on-nan rewind --recheck 3",
+        "wrong_numbers --on-nan rewind --recheck 3",
         "1",
         ["step 8: the loss is nan; back to step 4", "step 6: the loss is nan; back to step 4"],
     ),
@@ -142,8 +142,9 @@ def test_what_listeners_do_about_a_loss_is_what_they_do_over_gloo(out, tmp_path,
     cases = {(name, b): (late_over_gloo if b == "gloo" else "default", *how.split()) for b in ("gloo", NAME)}
     at_once({key: functools.partial(ran, *key, *row) for key, row in cases.items()}, most=2)
     over_gloo, on_device = done[name, "gloo"], done[name, NAME]
+    for one in (over_gloo, on_device):
+        assert one.codes == [0] * 4, one.said
     (step,) = {RunDirectory(one.run).steps()[0] for one in (over_gloo, on_device)}
-    assert over_gloo.codes == on_device.codes == [0] * 4, on_device.said
     assert step_lines(on_device.said) == step_lines(over_gloo.said)
     for part in said:
         assert part in on_device.said
