@@ -15,6 +15,7 @@ import torch
 from autopar.runtime.checkpoint import checkpoint
 from autopar.runtime.checkpoint.run_directory import RunDirectory
 from autopar.runtime.health.flight import Flight
+from autopar.runtime.health.flight_files import conclusion, read_flights
 from autopar.runtime.health.stream_waits import StreamWaits
 from tests.at_once import at_once
 from tests.gpu.nccl_meaning import NAME
@@ -276,3 +277,24 @@ def test_a_host_that_does_not_come_back_from_a_wait_waits():
     marks.reached = 1
     flight.poll()
     assert flight.waiting is entry
+
+
+@pytest.mark.parametrize("in_message", [False, True])
+def test_a_host_that_fails_outside_of_messages_ended_the_run_wherever_its_device_stands(tmp_path, in_message):
+    marks, flight = Marks(), Flight(0, 2)
+    flight.stream = StreamWaits(marks, lambda: None)
+    for step in (1, 2):
+        flight.begin_step(step)
+        entry = flight.start(step, "dp", (0, 1), ("all_reduce",), "all_reduce at loss".__str__)
+        flight.wait(entry)
+        flight.end(entry)
+    marks.reached = 1  # the device stands at the message of step 1
+    flight.poll()
+    if in_message:
+        flight.fail()
+    beat = flight.failed(ValueError("no such row"))
+    assert (beat.waits, beat.step) == (("all_reduce at loss", 1) if in_message else ("", 2))
+    flight.write(tmp_path, beat)
+    named = conclusion(read_flights(tmp_path))
+    assert named.culprits == ((1,) if in_message else (0,))
+    assert ("rank 0 failed with ValueError: no such row, at step 2" in named.text) is not in_message
