@@ -282,8 +282,8 @@ class Flight:
         return time.monotonic() - (entry[WAITED] or entry[STARTED])
 
     def failed(self, error: BaseException) -> Beat:
-        """The place where the rank was when an error ended it; in a message, it ended because of another rank. An error of the host
-        outside of messages has nothing to do with the one that its device stands at."""
+        """The place where the rank was when an error ended it; in a message, it ended because of another rank. An error of the
+        host outside of messages has nothing to do with the one that its device stands at."""
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if _is_users(frame)]
         line = _place(frames[-1]) if frames else ""
         blamed = error.ranks if isinstance(error, RankError) else ()
