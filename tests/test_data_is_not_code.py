@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -190,29 +191,62 @@ def test_manifests(saved: Path, seeds: range, tmp_path: Path) -> None:
     assert every(data, seeds, tmp_path / "manifest.json", attempt)["RuntimeProgramError"] > len(seeds) // 2
 
 
+FORM = {"inputs": "x (8, 8)", "plan": "dp=2", "step_time_s": 1e-3, "peak_bytes": 1e6}
+LONG_RUN = {"mtbf_s": 1e6, "stall_s": 0.5, "write_s": 2.0, "save_every": 90, "goodput": 0.97}
+
+
+def small(directory: Path) -> Any:
+    """The content of a program.json, with less of what stands there often, and all of what stands there at times."""
+    data = json.loads((directory / "program.json").read_text())
+    del data["files"]
+    for stage in data["stages"]:
+        for template in stage["templates"].values():
+            for function in template["functions"].values():
+                del function["lines"][2:]
+    return data | {"buckets": [FORM, FORM], "entries": {"evaluate": [FORM]}, "long_run": LONG_RUN}
+
+
+def dumped(directory: Path) -> None:
+    """What `autopar dump` shows of a directory. Raises AutoparError with what it says where it refuses."""
+    for form in ("text", "json", "dot", "chrome-trace", "html"):
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+            status = dump.main([str(directory), "--format", form])
+        if status:
+            assert status == 2
+            assert said.getvalue().startswith("autopar-dump: ")
+            raise AutoparError(said.getvalue()[:1000])
+
+
 @pytest.mark.few(1)
 @counts
 @pytest.mark.parametrize("kind", ["saved", "pipeline"])
 def test_programs(kind: str, seeds: range, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     directory: Path = request.getfixturevalue(kind)
-    data = json.loads((directory / "program.json").read_text())
-    del data["files"]
-    for stage in data["stages"]:  # a smaller file, of the same form
-        for template in stage["templates"].values():
-            for function in template["functions"].values():
-                del function["lines"][2:]
     shutil.copy(directory / "plan.json", tmp_path)
+    said = every(small(directory), seeds, tmp_path / "program.json", lambda path: dumped(path.parent))
+    assert said["AutoparError"] > len(seeds) // 3
 
-    def attempt(path: Path) -> None:
-        for form in ("text", "json", "dot", "chrome-trace"):
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
-                status = dump.main([str(tmp_path), "--format", form])
-            if status:
-                assert status == 2
-                assert said.getvalue().startswith("autopar-dump: ")
-                raise AutoparError(said.getvalue()[:1000])
 
-    assert every(data, seeds, tmp_path / "program.json", attempt)["AutoparError"] > len(seeds) // 3
+@pytest.mark.parametrize(
+    ("harm", "where"),
+    [
+        ({"entries": "evaluate"}, "entries must be a mapping"),
+        ({"entries": {"evaluate": [FORM, "dp=2"]}}, "entries.evaluate[1] must be a mapping"),
+        ({"buckets": [FORM | {"plan": 2}]}, "buckets[0].plan must be printable text"),
+        ({"buckets": [{"plan": "dp=2"}]}, "buckets[0]: 'inputs' is missing"),
+        ({"long_run": LONG_RUN | {"goodput": "most"}}, "long_run.goodput must be a number from 0 to 1"),
+        ({"long_run": [90]}, "long_run must be a mapping"),
+    ],
+)
+def test_parts_that_few_programs_have_are_checked_where_they_are_read(
+    harm: dict[str, Any], where: str, saved: Path, tmp_path: Path
+) -> None:
+    shutil.copy(saved / "plan.json", tmp_path)
+    (tmp_path / "program.json").write_text(json.dumps(small(saved)))
+    dumped(tmp_path)
+    (tmp_path / "program.json").write_text(json.dumps(small(saved) | harm))
+    with pytest.raises(AutoparError, match=re.escape(f"program.json is damaged: {where}")):
+        dumped(tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
@@ -11,8 +12,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-
-from tests.warm import python
 
 ROOT = Path(__file__).parent.parent
 WINGS = {"autopar": "autopar", **{wing: f"autopar/{wing}" for wing in ("passes", "costmodel", "codegen")}}
@@ -32,19 +31,33 @@ def expected_files() -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """A wheel built from a copy of the sources, so that no build folder appears beside them."""
-    work = tmp_path_factory.mktemp("wheel")
-    source = work / "source"
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources, so that no build folder appears beside them."""
+    copied = tmp_path_factory.mktemp("source")
     for folder in WINGS:
-        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / folder, copied / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source / name)
-    command = [sys.executable, "-c", "import setuptools.build_meta as b, sys; b.build_wheel(sys.argv[1])", str(work)]
-    built = subprocess.run(command, cwd=source, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
-    assert built.returncode == 0, built.stderr[-3000:]
-    (path,) = work.glob("*.whl")
+        shutil.copy(ROOT / name, copied / name)
+    return copied
+
+
+def built(kind: str, source: Path, folder: Path) -> zipfile.ZipFile:
+    """The wheel of an installation, "wheel" or "editable", as pip builds it."""
+    command = [
+        sys.executable,
+        "-c",
+        f"import setuptools.build_meta as b, sys; b.build_{kind}(sys.argv[1])",
+        str(folder),
+    ]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (path,) = folder.glob("*.whl")
     return zipfile.ZipFile(path)
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    return built("wheel", source, tmp_path_factory.mktemp("wheel"))
 
 
 def test_wheel_installs_autopar_and_no_other_top_level_module(wheel: zipfile.ZipFile) -> None:
@@ -62,36 +75,41 @@ def test_every_folder_with_modules_is_a_package() -> None:
             assert (module.parent / "__init__.py").exists(), f"{module.parent} has modules but no __init__.py"
 
 
-@pytest.mark.slow
-def test_installed_wings_import_from_anywhere(tmp_path: Path) -> None:
-    code = (
-        "import importlib.util as u, autopar.passes, autopar.costmodel, autopar.codegen\n"
-        "print([n for n in ('passes', 'costmodel', 'codegen') if u.find_spec(n)])"
-    )
-    command = [python(), "-c", code]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.strip() == "[]"
-
-
-def imported_from(cwd: Path, *after: Path) -> set[Path]:
-    """Files of the modules that the public names load in a folder.after: folders to look in after it; what is installed
-    beside this interpreter is found, but for editable installations (they need the .pth files that -S skips)."""
-    paths = [*map(str, after), *dict.fromkeys(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib"))]
-    code = f"""
-import sys
-sys.path += {paths}
-import autopar
-autopar.compile
-print(*(m.__file__ for name, m in sys.modules.items() if name.split(".")[0] == "autopar"), sep="\\n")
-"""
+def said(code: str, cwd: Path, *sites: Path) -> str:
+    """The output of code that runs in a folder. sites: what is installed there is found first, then what is installed beside this
+    interpreter, but for editable installations (they need the .pth files that -S skips)."""
+    installed = list(dict.fromkeys(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib")))
+    start = f"import site, sys\nfor folder in {[*map(str, sites)]}: site.addsitedir(folder)\nsys.path += {installed}\n"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, "-S", "-c", code]
+    command = [sys.executable, "-S", "-c", start + code]
     ran = subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
     )
     assert ran.returncode == 0, ran.stderr
-    return {cwd / line for line in ran.stdout.splitlines()}
+    return ran.stdout
+
+
+def imported_from(cwd: Path, *sites: Path) -> set[Path]:
+    """Files of the modules that the public names load in a folder."""
+    files = """
+import autopar
+autopar.compile
+print(*(m.__file__ for name, m in sys.modules.items() if name.split(".")[0] == "autopar"), sep="\\n")
+"""
+    return {cwd / line for line in said(files, cwd, *sites).splitlines()}
+
+
+def test_the_wings_of_an_editable_installation_import_from_anywhere(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    built("editable", source, tmp_path).extractall(tmp_path / "site")
+    found = """
+import importlib.util as u, autopar.passes, autopar.costmodel, autopar.codegen
+print([wing.__file__ for wing in (autopar.passes, autopar.costmodel, autopar.codegen)])
+print([name for name in ("passes", "costmodel", "codegen") if u.find_spec(name)])
+"""
+    inside, outside = map(ast.literal_eval, said(found, tmp_path / "elsewhere", tmp_path / "site").splitlines())
+    assert inside == [str(source / wing / "__init__.py") for wing in ("passes", "costmodel", "codegen")]
+    assert outside == []
 
 
 @pytest.fixture

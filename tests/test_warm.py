@@ -92,10 +92,26 @@ def test_it_does_not_outlive_the_process_that_was_started() -> None:
     client, fork = waiting()
     client.kill()
     client.communicate(timeout=60)
+    gone(fork)
+
+
+def test_a_signal_that_comes_after_its_end_does_not_change_its_status() -> None:
+    client, fork = waiting()
+    client.send_signal(signal.SIGSTOP)
+    os.kill(fork, signal.SIGKILL)
+    gone(fork)
+    client.send_signal(signal.SIGTERM)
+    client.send_signal(signal.SIGCONT)
+    client.communicate(timeout=60)
+    assert client.returncode == -signal.SIGKILL
+
+
+def gone(process: int) -> None:
+    """See that a process ends, and is waited for."""
     end = time.monotonic() + 60
-    while Path(f"/proc/{fork}").exists() and time.monotonic() < end:
+    while Path(f"/proc/{process}").exists() and time.monotonic() < end:
         time.sleep(0.02)
-    assert not Path(f"/proc/{fork}").exists()
+    assert not Path(f"/proc/{process}").exists()
 
 
 def test_processes_that_were_given_a_folder_share_its_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

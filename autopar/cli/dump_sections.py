@@ -35,9 +35,9 @@ def plan_lines(saved: Saved) -> Iterator[str]:
     )
     for other in program.alternatives:
         yield f"instead of {other.name}: step {time_text(other.step_time_s)}, {size_text(other.peak_bytes)} held"
-    for name, forms in (program.entries or {}).items():
+    for name, forms in program.entries.items():
         for form in forms:
-            yield f"entry {name}, {form['inputs']}: {form['plan']}; step {time_text(form['step_time_s'])}"
+            yield f"entry {name}, {form.inputs}: {form.plan}; step {time_text(form.step_time_s)}"
     if plan.order:
         yield f"causal sequences in zigzag order of {2 * plan.order} chunks"
     for stage in plan.stages:

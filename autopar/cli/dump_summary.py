@@ -48,8 +48,8 @@ def _answer(saved: Saved) -> Iterator[Block]:
     runs = [(name, len([*calls])) for name, calls in groupby(call.template for call in program.calls)]
     shown = ", ".join(name if times == 1 else f"{name} ×{times}" for name, times in runs[:8])
     yield f"  calls       {len(program.calls)}: {shown}{', …' if len(runs) > 8 else ''}"
-    for name, forms in [*(program.entries or {}).items()][:OTHERS]:
-        yield f"  entry       {name}: {', '.join(form['plan'] for form in forms[:3])}"
+    for name, forms in [*program.entries.items()][:OTHERS]:
+        yield f"  entry       {name}: {', '.join(form.plan for form in forms[:3])}"
     for other in program.alternatives[:OTHERS]:
         yield f"  instead of  {other.name}: step {time_text(other.step_time_s)}, {size_text(other.peak_bytes)} held"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 
@@ -26,6 +25,7 @@ from autopar.report.machines import machine_facts
 from autopar.report.program_facts import (
     AlternativeFacts,
     CallFacts,
+    FormFacts,
     FunctionFacts,
     LineFacts,
     ParameterFacts,
@@ -84,20 +84,15 @@ def facts(program: Compiled) -> ProgramFacts:
         by_node=program.emitted.by_node.axes,
         shared=program.lowered.shared,
         stages=tuple(_stage(stage, program) for stage in program.stages),
-        buckets=list(map(_form, program.of_buckets if program.buckets else ())),
-        entries={name: list(map(_form, entry.of_buckets)) for name, entry in program.entries.items()},
+        buckets=tuple(map(_form, program.of_buckets if program.buckets else ())),
+        entries={name: tuple(map(_form, entry.of_buckets)) for name, entry in program.entries.items()},
     )
 
 
-def _form(program: Compiled) -> dict[str, Any]:
-    """A step for batches of one shape, in short."""
+def _form(program: Compiled) -> FormFacts:
     predicted = program.decision.predicted
-    return {
-        "inputs": shapes_text(program.request.inputs),
-        "plan": program.plan.show_meshes(),
-        "step_time_s": predicted.step_time_s,
-        "peak_bytes": predicted.peak_bytes,
-    }
+    inputs, plan = shapes_text(program.request.inputs), program.plan.show_meshes()
+    return FormFacts(inputs, plan, predicted.step_time_s, predicted.peak_bytes)
 
 
 def _calls(program: Compiled) -> tuple[CallFacts, ...]:

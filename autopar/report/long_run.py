@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from autopar.compiled import Compiled
 from autopar.costmodel.bill import cluster_nodes
 from autopar.costmodel.goodput import Failures, Outcome, Saving, best_interval_s, simulate
 from autopar.ir.resting import of_program
+from autopar.report.program_facts import LongRunFacts
 
 DAYS = 30
 """Days of the run that is simulated."""
@@ -62,15 +62,10 @@ def long_run(program: Compiled) -> LongRun | None:
     return LongRun(failures, saving, round(interval_s / step_s), interval_s, outcome)
 
 
-def long_run_facts(program: Compiled) -> dict[str, Any] | None:
+def long_run_facts(program: Compiled) -> LongRunFacts | None:
     """The facts of a long run as program.json has them."""
     known = long_run(program)
     if known is None:
         return None
-    return {
-        "mtbf_s": known.failures.mtbf_s,
-        "stall_s": known.saving.stall_s,
-        "write_s": known.saving.write_s,
-        "save_every": known.save_every,
-        "goodput": known.goodput,
-    }
+    saving = known.saving
+    return LongRunFacts(known.failures.mtbf_s, saving.stall_s, saving.write_s, known.save_every, known.goodput)

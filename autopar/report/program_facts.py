@@ -17,7 +17,7 @@ from autopar.passes.account.limits import ByLimit
 from autopar.passes.account.spent import Spent
 from autopar.passes.recompute.curve import Curve
 from autopar.runtime.data.fields import Bytes, Length, Paragraph, Seconds, Stage, in_rows, kept, notation
-from autopar.runtime.data.schema import MOST_RANKS, SchemaError, integer, must_be, number
+from autopar.runtime.data.schema import MOST_RANKS, MOST_SIZE, SchemaError, integer, must_be, number
 from autopar.runtime.program.machines import Machines
 
 VERSION = 4
@@ -204,6 +204,28 @@ class RoomFacts:
 
 
 @dataclass(frozen=True)
+class FormFacts:
+    """A step for batches of one combination of sizes, in short. inputs: the shapes of its batch; plan: its meshes."""
+
+    inputs: Paragraph
+    plan: str
+    step_time_s: Seconds
+    peak_bytes: Bytes
+
+
+@dataclass(frozen=True)
+class LongRunFacts:
+    """A run of weeks on a cluster that fails. mtbf_s: between two failures; stall_s, write_s: of a save, in which the step waits
+    and in which files are written; save_every: steps; goodput: share of the time in which work was done that stayed."""
+
+    mtbf_s: Annotated[float, number(0)]
+    stall_s: Annotated[float, number(0)]
+    write_s: Annotated[float, number(0)]
+    save_every: Annotated[int, integer(0, MOST_SIZE)]
+    goodput: Annotated[float, number(0, 1)]
+
+
+@dataclass(frozen=True)
 class GroupLimits:
     """A step of a group of ranks by what limits it (`passes/account/limits.py`). seconds: parts that add up to the step; stages:
     those of the actions of each of its stages alone."""
@@ -237,7 +259,7 @@ class ProgramFacts:
     model: str
     cluster: str
     cluster_described: Any
-    long_run: Any
+    long_run: LongRunFacts | None
     machines: Machines
     calls: tuple[CallFacts, ...]
     schedule: ScheduleFacts
@@ -247,8 +269,8 @@ class ProgramFacts:
     by_node: tuple[AxisByNode, ...] = ()
     shared: Mapping[str, Annotated[tuple[Stage, ...], Length(1)]]
     stages: Annotated[tuple[StageFacts, ...], Length(1, 1 << 16)]
-    buckets: Any
-    entries: Any = None
+    buckets: tuple[FormFacts, ...]
+    entries: Mapping[str, tuple[FormFacts, ...]] = field(default_factory=dict)
     limits: tuple[GroupLimits, ...]
 
     def as_read(self, path: str) -> ProgramFacts:

@@ -6,6 +6,7 @@ The faults are those of tests/runtime/run/test_faults.py.
 from __future__ import annotations
 
 import functools
+import re
 import shutil
 from pathlib import Path
 
@@ -15,9 +16,11 @@ import torch
 from autopar.runtime.checkpoint import checkpoint
 from autopar.runtime.checkpoint.run_directory import RunDirectory
 from autopar.runtime.health.flight import Flight
+from autopar.runtime.health.flight_files import conclusion, read_flights
 from autopar.runtime.health.stream_waits import StreamWaits
 from tests.at_once import at_once
 from tests.gpu.nccl_meaning import NAME
+from tests.runtime.health import test_dropped_link
 from tests.runtime.health.test_stalls import booked
 from tests.runtime.preflight import two_machines
 from tests.runtime.run import test_faults
@@ -110,12 +113,12 @@ def test_a_stopped_rank_is_named_as_over_gloo(out, tmp_path, late):
 
 GOES_ON = {
     "skip": (
-        "not_numbers --on-nan skip --grad-norm",
+        "wrong_numbers --on-nan skip --grad-norm",
         "default",
         ["the loss of step 10 is nan: its update is skipped, 2 so far"],
     ),
     "rewind": (
-        "not_numbers --on-nan rewind --recheck 3",
+        "wrong_numbers --on-nan rewind --recheck 3",
         "1",
         ["step 8: the loss is nan; back to step 4", "step 6: the loss is nan; back to step 4"],
     ),
@@ -142,8 +145,9 @@ def test_what_listeners_do_about_a_loss_is_what_they_do_over_gloo(out, tmp_path,
     cases = {(name, b): (late_over_gloo if b == "gloo" else "default", *how.split()) for b in ("gloo", NAME)}
     at_once({key: functools.partial(ran, *key, *row) for key, row in cases.items()}, most=2)
     over_gloo, on_device = done[name, "gloo"], done[name, NAME]
+    for one in (over_gloo, on_device):
+        assert one.codes == [0] * 4, one.said
     (step,) = {RunDirectory(one.run).steps()[0] for one in (over_gloo, on_device)}
-    assert over_gloo.codes == on_device.codes == [0] * 4, on_device.said
     assert step_lines(on_device.said) == step_lines(over_gloo.said)
     for part in said:
         assert part in on_device.said
@@ -196,29 +200,24 @@ def test_a_slow_rank_is_the_first_that_is_called_slow(out, tmp_path):
     assert "step 51  slow: rank 2 (" in done.said
 
 
-DROP = """(
-  until grep -qs '^step 20 ' "$DIR/out0" "$DIR/out1"; do sleep 0.02; done
-  ip link set cable down
-) &"""
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.skipif(not two_machines.possible(), reason="needs namespaces of a user, with veth and tc")
 def test_a_dropped_link_is_named_on_both_its_ends(emitted, tmp_path):  # noqa: F811
+    """Batch 21 is read as soon as the host has told its device of step 20, and of losses that of step 18 has then been read. So
+    the device stands at a message of one of the three steps behind that."""
     out = tmp_path / "out"
     shutil.copytree(emitted, out, ignore=shutil.ignore_patterns("saved", "__pycache__"))
     on_device(out)
-    (out / "data.py").write_text(
-        "import time\nfrom programs import stages\n"
-        "def batches():\n    for batch in stages.batches(4000):\n        time.sleep(0.05)\n        yield batch\n"
-    )
+    (out / "data.py").write_text(test_dropped_link.DATA)
     own = ["--run-dir", tmp_path / "run", "--steps", 4000, "--data", f"{out / 'data.py'}:batches", "--timeout", 600]
     command = [python(), *map(str, [out / "run.py", *own, "--hang", 4, "--backend", NAME])]
-    ends, _ = two_machines.on_two(tmp_path, [command, command], setup=DROP)
+    ends, _ = two_machines.on_two(tmp_path, [command, command], setup=test_dropped_link.DROP)
     for machine, said in ((0, "no longer runs"), (1, "the job's store")):
         assert ends[machine].status == 1
-        assert ends[machine].has("this run hangs", said, "step 21"), ends[machine]
+        lines = [line for line in ends[machine].out.splitlines() if "this run hangs" in line and said in line]
+        assert lines, ends[machine]
+        assert re.findall(r"step (\d+), action", lines[0])[-1] in ("19", "20", "21"), lines
 
 
 # ---- the waits of a stream, without processes
@@ -275,3 +274,24 @@ def test_a_host_that_does_not_come_back_from_a_wait_waits():
     marks.reached = 1
     flight.poll()
     assert flight.waiting is entry
+
+
+@pytest.mark.parametrize("in_message", [False, True])
+def test_a_host_that_fails_outside_of_messages_ended_the_run_wherever_its_device_stands(tmp_path, in_message):
+    marks, flight = Marks(), Flight(0, 2)
+    flight.stream = StreamWaits(marks, lambda: None)
+    for step in (1, 2):
+        flight.begin_step(step)
+        entry = flight.start(step, "dp", (0, 1), ("all_reduce",), "all_reduce at loss".__str__)
+        flight.wait(entry)
+        flight.end(entry)
+    marks.reached = 1  # the device stands at the message of step 1
+    flight.poll()
+    if in_message:
+        flight.fail()
+    beat = flight.failed(ValueError("no such row"))
+    assert (beat.waits, beat.step) == (("all_reduce at loss", 1) if in_message else ("", 2))
+    flight.write(tmp_path, beat)
+    named = conclusion(read_flights(tmp_path))
+    assert named.culprits == ((1,) if in_message else (0,))
+    assert ("rank 0 failed with ValueError: no such row, at step 2" in named.text) is not in_message

@@ -4,6 +4,7 @@ The request carries the arguments, the environment, the working directory and th
 its end is this process's end, by the same status or signal. If this process is killed the server kills the fork.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -29,8 +30,13 @@ def main(address: str, arguments: list[str]) -> None:
     request = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
     socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
     fork = int(server.recv(16))
+
+    def pass_on(number: int, _: object) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and its status is under way
+            os.kill(fork, number)
+
     for number in PASSED_ON:
-        signal.signal(number, lambda number, _: os.kill(fork, number))
+        signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     status = int(server.recv(16) or 1)
     if status < 0:

@@ -220,7 +220,7 @@ def _found(program: ProgramFacts, plan: Plan) -> Table:
     if solver.left_out:
         rows.append(("not looked at, as the search was ended", ", ".join(solver.left_out)))
     if program.long_run:
-        every, goodput = program.long_run["save_every"], program.long_run["goodput"]
+        every, goodput = program.long_run.save_every, program.long_run.goodput
         rows.append(("failures", f"save every {every} steps; {goodput:.1%} of the time is work that stays"))
     rows.append(("made with", f"torch {program.torch}, Python {program.python}"))
     return Table("The search, and what it was made with", ("What", "Answer"), tuple(rows), 2)
@@ -229,10 +229,9 @@ def _found(program: ProgramFacts, plan: Plan) -> Table:
 def _steps(program: ProgramFacts) -> Table | None:
     """Steps for batches of other shapes, and the other entries."""
     rows = []
-    for name, forms in {"buckets": program.buckets or [], **(program.entries or {})}.items():
+    for name, forms in {"buckets": program.buckets, **program.entries}.items():
         for form in forms:
-            times = time_text(form["step_time_s"]), size_text(form["peak_bytes"])
-            rows.append((name, form["inputs"], form["plan"], *times))
+            rows.append((name, form.inputs, form.plan, time_text(form.step_time_s), size_text(form.peak_bytes)))
     if not rows:
         return None
     head = ("Step", "Inputs", "Plan", "Seconds", "Peak")

@@ -94,7 +94,7 @@ class GradStore:
         self._arrivals: dict[str, int] = {}
         self._counts: dict[str, int] = {}
         self._done: dict[str, Tensor] = {}
-        self._values = 0
+        self._values: dict[str, list[Tensor]] = {}
         self._finished = False
 
     def add(self, name: str, grad: Tensor, owned: bool = False) -> None:
@@ -171,17 +171,18 @@ class GradStore:
     def start_sum(self, value: Tensor, axes: Axes) -> Handle[Tensor]:
         """Sum a small value (a loss) over axes in the same message as the next gradients of these axes.
 
-        Best waited for after finish(): an earlier wait sends open buckets at once.
+        Best waited for after finish(): an earlier wait sends open buckets at once. Values are numbered anew in every step, as
+        what is known of messages is kept by their names.
         """
-        name = f"value {self._values} to sum"
-        self._values += 1
         self._begin()
+        name = f"value {len(self._values)} to sum"
+        arrived = self._values[name] = []
         self._buckets.add(name, value, False, (("all_reduce", axes),))
 
         def wait() -> Tensor:
-            if name not in self._done:
+            if not arrived:
                 self._buckets.drain()
-            return self._done.pop(name).clone()
+            return arrived.pop().clone()
 
         return Handle(wait)
 
@@ -190,10 +191,14 @@ class GradStore:
         if self._finished:
             self._finished = False
             self.borrowed.clear()
+            self._values.clear()
             self.forget()
 
     def _arrived(self, name: str, grad: Tensor, owned: bool) -> None:
-        """A gradient has been through its steps. owned: it is nobody's but ours."""
+        """A gradient, or a value, has been through its steps. owned: it is nobody's but ours."""
+        if name in self._values:
+            self._values[name].append(grad)
+            return
         if name in self._scattered:
             self._arrivals[name] = count = self._arrivals.get(name, 0) + 1
             total = self._summed(self._shards, name, grad, owned, count, self.microbatches)

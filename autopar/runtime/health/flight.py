@@ -211,8 +211,8 @@ class Flight:
 
     def fail(self) -> None:
         """The last message failed, while it was started or waited for."""
-        if self.waiting is None and self.recent:
-            self._waiting = self.recent[-1]
+        if self._waiting is None and self.recent:
+            self._waiting = self.recent[-1] if self.waiting is None else self.waiting
 
     @contextmanager
     def asks(self, what: str) -> Iterator[None]:
@@ -243,12 +243,13 @@ class Flight:
 
     # ---- what it says
 
-    def beat(self, asked: bool = False) -> Beat:
-        """The place in the step where the rank is now. asked: with its last messages."""
+    def beat(self, asked: bool = False, of_device: bool = True) -> Beat:
+        """The place in the step where the rank is now. asked: with its last messages; of_device: that where its device is, which
+        the host runs ahead of."""
         self._beats += 1
-        waiting, (excuse, excused_at) = self.waiting, self._excuse
+        waiting, (excuse, excused_at) = self.waiting if of_device else self._waiting, self._excuse
         step, action, started = self.step, self.action, self.started
-        if self.stream is not None and (behind := self.stream.next) is not None:  # the host runs ahead of its device
+        if of_device and self.stream is not None and (behind := self.stream.next) is not None:
             step, action, started = behind.entry[STEP], behind.entry[ACTION], behind.started
         over = tuple((self.seen.seconds - ended_s, took_s) for ended_s, took_s in list(self._excuses))
         at: dict[str, Any] = {}
@@ -281,11 +282,13 @@ class Flight:
         return time.monotonic() - (entry[WAITED] or entry[STARTED])
 
     def failed(self, error: BaseException) -> Beat:
-        """The place where the rank was when an error ended it; in a message, it ended because of another rank."""
+        """The place where the rank was when an error ended it; in a message, it ended because of another rank. An error of the
+        host outside of messages has nothing to do with the one that its device stands at."""
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if _is_users(frame)]
         line = _place(frames[-1]) if frames else ""
         blamed = error.ranks if isinstance(error, RankError) else ()
-        return replace(self.beat(), line=line, error=f"{type(error).__name__}: {error}", blamed=blamed)
+        beat = self.beat(of_device=self._waiting is not None)
+        return replace(beat, line=line, error=f"{type(error).__name__}: {error}", blamed=blamed)
 
     def _line(self) -> str:
         """The innermost line of Python that is not the runtime's or torch's."""

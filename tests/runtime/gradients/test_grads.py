@@ -143,6 +143,28 @@ def test_a_loss_travels_with_the_gradients():
     assert started == ["all_reduce"] * 6
 
 
+def test_messages_of_all_steps_have_the_same_names():
+    """A rank keeps what it knows of a message by its name, so names that count steps would fill its memory."""
+
+    def body(comm):
+        sites = []
+        launch = comm._start
+        comm._start = lambda call: sites.append(call.site) or launch(call)
+        store = GradStore(comm, {"x": GradEntry(2, (("all_reduce", "a"),))})
+        for step in range(3):
+            losses = []
+            for part in range(2):
+                losses.append(store.start_sum(torch.tensor(1.0 + 10 * step + part), "a"))
+                store.add("x", torch.ones(4))
+            store.finish()
+            assert [loss.wait().item() for loss in losses] == [2.0 + 20 * step, 4.0 + 20 * step]
+        return sites
+
+    for sites in run_threads(2, {"a": 2}, body, timeout_s=30):
+        assert sites
+        assert sites == 3 * sites[: len(sites) // 3]
+
+
 @pytest.mark.parametrize(
     ("misuse", "words"),
     [

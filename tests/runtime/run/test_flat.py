@@ -24,7 +24,10 @@ MOST_BYTES = 24 << 20
 """The most bytes that memory may grow by between the first fifth of a run and its end: of 8,000 steps, 3 KB each."""
 MOST_OBJECTS = 1000
 """The most objects that may be left by the same steps: what is kept of the last ones is bounded, and full after some."""
-TAKEN = """import gc, os
+MOST_BLOCKS = 8000
+"""The most blocks of memory that Python's objects may take more: those too that no collector of garbage looks at, such as text
+and tuples of text."""
+TAKEN = """import gc, os, sys
 
 def taken():
     gc.collect()
@@ -34,6 +37,7 @@ def taken():
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "objects": len(gc.get_objects()),
+        "blocks": sys.getallocatedblocks(),
     }
 """
 DATA = (
@@ -57,12 +61,13 @@ exec(TAKEN)
 
 
 def flat(first: dict[str, int], last: dict[str, int], steps: int) -> None:
-    """Objects: of 8,000 steps less than one in eight leaves any. Memory is looked at after many steps: of few, what a process
-    that has run other tests gives back is more."""
+    """Objects: of 8,000 steps less than one in eight leaves any; blocks: less than one a step. Memory is looked at after many
+    steps: of few, what a process that has run other tests gives back is more."""
     assert steps < LONG or last["bytes"] - first["bytes"] < MOST_BYTES, (first, last)
     assert last["descriptors"] <= first["descriptors"], (first, last)
     assert last["threads"] <= first["threads"], (first, last)
     assert last["objects"] - first["objects"] < MOST_OBJECTS, (first, last)
+    assert last["blocks"] - first["blocks"] < MOST_BLOCKS, (first, last)
 
 
 @pytest.fixture
