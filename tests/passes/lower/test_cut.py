@@ -292,7 +292,7 @@ def test_a_stage_without_calls_reads_and_sends_nothing() -> None:
     program = compiled(Skipping()).ir
     n = len(program.calls)
     _, empty, _ = parts = cut(program, [(0, 2), (2, 2), (2, n)])
-    assert not (empty.calls or empty.parameters or empty.inputs or empty.outputs)
+    assert not any((empty.calls, empty.parameters, empty.inputs, empty.outputs))
     assert {(c.source, c.target) for part in parts if part.boundary for c in part.boundary.sent} == {(0, 2)}
 
 
