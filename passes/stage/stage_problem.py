@@ -30,6 +30,7 @@ import numpy as np
 from autopar.errors import InputError, PlanError
 from autopar.ir.actions import StageGraph
 from autopar.ir.schedules import InFlight, one_f_one_b
+from autopar.ir.text import size_text
 from autopar.passes.schedule import ActionCosts, least_span_s
 
 Piece = tuple[int, int, int]
@@ -225,7 +226,7 @@ class StageShortage:
         worst = self.best.stages[self.stage]
         return (
             f"no cut into stages fits: at the best one, {len(self.best.groups)} groups, stage {self.stage} (units "
-            f"{worst.start}–{worst.end - 1}) needs {self.needed_bytes / 2**30:.2f} GiB of {self.limit_bytes / 2**30:.2f} GiB"
+            f"{worst.start}–{worst.end - 1}) needs {size_text(self.needed_bytes)} of {size_text(self.limit_bytes)}"
         )
 
 

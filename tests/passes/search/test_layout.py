@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, ConstraintError
 from autopar.ir.program import Program
 from autopar.options import Entry
 from autopar.passes.lower.cut import Range
@@ -92,6 +92,23 @@ def test_every_stage_has_the_calls_of_its_parameters_and_may_have_none(order: tu
 def test_blocks_in_another_order_than_that_of_the_stages_are_refused() -> None:
     with pytest.raises(CaptureError, match="cannot be cut into the same 4 stages"):
         ranges_of((3, 2, 1, 0))
+
+
+def test_a_constraint_of_an_entry_that_the_program_does_not_store_is_refused_as_such() -> None:
+    given = models()
+    constraints = {"blocks.0.0.weight": "[@dp, .]"}
+    with pytest.raises(
+        ConstraintError, match=r"constraints .* and how the program's own step stores parameters cannot be met"
+    ):
+        autopar.compile(
+            given[""],
+            autopar.ClusterSpec.local(4),
+            batch(),
+            loss_fn=LOSS,
+            optimizer=SGD,
+            entries={"some": Entry(batch(), module=given["some"], options=autopar.Options(constraints=constraints))},
+            options=autopar.Options(pp=2, strategy="dp"),
+        )
 
 
 @pytest.mark.parametrize(
