@@ -38,7 +38,8 @@ def check_pipeline_options(task: Task) -> None:
         raise InputError(
             "Options.schedule 'forward' is for inference, and this is a training step; choose auto or another schedule"
         )
-    most, groups = len(cut_points(task.program)) + 1, options.pp or 1
+    most = len(cut_points(task.program)) + 1
+    groups = options.pp or (2 if (options.chunks or 1) > 1 and options.stage_boundaries is None else 1)
     each = (_chunks(options) or 1) if options.asks_for_pipeline else 1
     if groups * each > most or groups > task.cluster.size:
         why = "Options.chunks" if options.chunks is not None else f"the schedule {options.schedule}"

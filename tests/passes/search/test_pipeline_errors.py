@@ -89,6 +89,11 @@ def piped(cluster: int = 4, **options: Any) -> autopar.Program:
             {"stage_boundaries": ["3"], "mesh": {"dp": 2}},
             "the options ask for 2 groups of ranks, the cluster has 6 ranks; make the axis sizes multiply to 3",
         ),
+        (
+            4,
+            {"chunks": 5},
+            r"Options ask for 10 stages \(5 on each of 2 groups of ranks: Options.chunks\); this .* 8 at most",
+        ),
         (2, {"chunks": 2, "mesh": {"dp": 2}}, "ask for two or more groups of ranks, the cluster has 2 ranks"),
         (4, {"pp": 2, "schedule": "forward"}, "'forward' is for inference, and this is a training step; choose auto"),
         (4, {"pp": 2, "microbatches": 8, "strategy": "zero3"}, "has fewer rows than dp=2 times microbatches=8"),
