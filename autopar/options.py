@@ -241,6 +241,16 @@ class Options(RunOptions):
                 "the rows that ranks have at first; leave one of them out"
             )
 
+    @property
+    def asks_for_pipeline(self) -> bool:
+        """Whether more than one stage is asked for."""
+        return self.stage_boundaries is not None or (self.pp or 1) > 1 or (self.chunks or 1) > 1
+
+    @property
+    def mesh_ranks(self) -> int:
+        """Ranks of the mesh that is asked for; 0 where none is."""
+        return Mesh.from_dict(self.mesh).size if self.mesh is not None else 0
+
     def forced_mesh(self, ranks: int, cluster_ranks: int) -> Mesh | None:
         """The mesh that is asked for, of the whole cluster or of a stage of `ranks` ranks. Raises InputError where its
         axes have another number of ranks."""

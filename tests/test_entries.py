@@ -56,6 +56,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "pipeline": {"pp": 2},
     "zb-v": {"pp": 2, "schedule": "zb-v"},
 }
+QUICK = {("zero3", 2), ("pipeline", 2), ("zb-v", 2)}
 TURNS = [("", batch(8)), ("evaluate", batch(12, 1)), ("", batch(8, 2)), ("evaluate", batch(5, 3)), ("", batch(8, 4))]
 TURNS.append(TURNS[1])
 
@@ -113,7 +114,7 @@ def assert_equal(result: autopar.RunResult, made: nn.Module, turns: list[tuple[s
 @pytest.mark.parametrize(
     ("plan", "ranks"),
     [
-        pytest.param(plan, ranks, marks=() if (plan, ranks) in {("zero3", 2), ("pipeline", 2)} else pytest.mark.slow)
+        pytest.param(plan, ranks, marks=() if (plan, ranks) in QUICK else pytest.mark.slow)
         for plan in PLANS
         for ranks in (2, 3, 4)
         if ranks != 3 or plan in ("solver", "zero1", "zero3")

@@ -10,7 +10,7 @@ from typing import Any
 
 from autopar.cli.saved import Saved
 from autopar.ir.mesh import Mesh
-from autopar.ir.text import short_op, size_text, time_text
+from autopar.ir.text import calls_text, short_op, size_text, time_text
 from autopar.plan import show_strategy
 from autopar.report.gantt import text_gantt
 from autopar.report.program_facts import FunctionFacts, ParameterFacts, TemplateFacts
@@ -172,7 +172,7 @@ def schedule_lines(saved: Saved) -> Iterator[str]:
         yield f"{kind} of stage {stage}: {time_text(seconds)} of messages hidden behind work"
     for group, (stages, peak) in enumerate(zip(schedule.graph.groups, schedule.peaks, strict=True)):
         mesh = saved.stages[stages[0]].mesh
-        calls = ", ".join(f"{first}–{last - 1}" for first, last in (plan.stages[s].calls for s in stages))
+        calls = ", ".join(calls_text(*plan.stages[s].calls) for s in stages)
         yield (
             f"group {group}: stages {', '.join(map(str, stages))} (calls {calls}) on ranks {mesh.offset} to "
             f"{mesh.offset + mesh.size - 1}, {mesh}; peak {size_text(peak)} per rank"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from autopar.cli.saved import Saved
-from autopar.ir.text import size_text, time_text
+from autopar.ir.text import calls_text, size_text, time_text
 from autopar.passes.account.collectives import Collective
 from autopar.report.answer import spent_text, work_text
 from autopar.report.program_facts import ParameterFacts
@@ -63,7 +63,7 @@ def _stages(saved: Saved) -> Iterator[Block]:
     rows = []
     for stages, peak in zip(schedule.graph.groups, schedule.peaks, strict=True):
         mesh = saved.stages[stages[0]].mesh
-        calls = ", ".join(f"{first}–{last - 1}" for first, last in (saved.plan.stages[s].calls for s in stages))
+        calls = ", ".join(calls_text(*saved.plan.stages[s].calls) for s in stages)
         ranks = f"{mesh.offset}–{mesh.offset + mesh.size - 1}" if mesh.size > 1 else f"{mesh.offset}"
         rows.append((ranks, str(mesh), ", ".join(map(str, stages)), calls, size_text(peak)))
     yield Table(("ranks", "mesh", "stages", "calls", "peak per rank"), rows[:STAGES], (4,), indent=2)

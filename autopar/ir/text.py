@@ -1,4 +1,4 @@
-"""Bytes, seconds and names of ops as people read them."""
+"""Bytes, seconds, runs of calls and names of ops as people read them."""
 
 
 def size_text(nbytes: float) -> str:
@@ -23,6 +23,13 @@ def energy_text(joules: float) -> str:
         if joules >= scale:
             return f"{joules / scale:.3g} {unit}"
     return f"{joules * 1e3:.3g} mJ"
+
+
+def calls_text(first: int, end: int) -> str:
+    """`3–7`: calls 3 to 7, where end is 8; `none` for a stage that has none."""
+    if first == end:
+        return "none"
+    return str(first) if first == end - 1 else f"{first}–{end - 1}"
 
 
 def short_op(op: str) -> str:

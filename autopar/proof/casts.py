@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture.known.promoted import Promote, cast
+from autopar.capture.while_traced.control_flow import control_flow_in_python
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -62,7 +63,7 @@ def promoted(dtype: torch.dtype, model: nn.Module) -> Iterator[None]:
     constants = _KeepConstants(dtype, own, previous)
     torch.set_default_dtype(dtype)
     try:
-        with Promote(dtype), _KeepEps(_eps(model)), constants, _finfo_as(dtype, own):
+        with Promote(dtype), _KeepEps(_eps(model)), constants, _finfo_as(dtype, own), control_flow_in_python():
             yield
     finally:
         torch.set_default_dtype(previous)

@@ -8,7 +8,7 @@ from autopar.cluster import ClusterSpec, with_slower
 from autopar.codegen.pipeline import pipeline_module
 from autopar.compiled import Alternative
 from autopar.options import Options
-from autopar.passes.search.stages.limits import asks_for_pipeline, leaves_stages_open
+from autopar.passes.search.stages.limits import leaves_stages_open
 from autopar.plan import Plan
 from autopar.runtime.step.paced import BETTER, PacedPlan, seconds_at
 
@@ -33,7 +33,7 @@ def shape_of(plan: Plan) -> Shape:
 def ruled_out_stages(options: Options, ranks: int, plans: Iterable[Plan]) -> bool:
     """Whether a search that was free to choose stages kept no plan that has some: it rules pipelines out by estimates that may
     err by more than what they lack."""
-    is_free = leaves_stages_open(options, ranks) and not asks_for_pipeline(options)
+    is_free = leaves_stages_open(options, ranks) and not options.asks_for_pipeline
     return is_free and all(len(plan.stages) == 1 for plan in plans)
 
 

@@ -11,7 +11,7 @@ from autopar.compiled import Compiled
 from autopar.ir.lowered import LoweredStage, StoredParameter
 from autopar.ir.program import Program
 from autopar.ir.spec import Spec
-from autopar.ir.text import size_text, time_text
+from autopar.ir.text import calls_text, size_text, time_text
 from autopar.passes.account.spent import spent
 from autopar.passes.place import PROVEN
 from autopar.passes.search.placement import GAIN, placement_gain
@@ -221,10 +221,9 @@ def _pipeline(program: Compiled) -> list[str]:
             paths = [c.path for c in program.ir.calls[first:last] if c.path]
             span = f" ({paths[0]} … {paths[-1]})" if paths else ""
             times = ", ".join(f"{k} {time_text(v)}" for k, v in counted.seconds.items() if v)
-            lines.append(
-                f"  stage {s} on ranks {plan.mesh.offset} to {plan.mesh.offset + plan.mesh.size - 1}, {plan.mesh}: calls {first} "
-                f"to {last - 1}{span}; {times}"
-            )
+            ranks = f"ranks {plan.mesh.offset} to {plan.mesh.offset + plan.mesh.size - 1}, {plan.mesh}"
+            line = f"  stage {s} on {ranks}: calls {calls_text(first, last)}{span}"
+            lines.append(f"{line}; {times}" if times else line)
         lines.append(f"    group {g}: peak {size_text(peak)} per rank")
     sent = sum(t.type.nbytes for t in lowered.transfers)
     lines.append(f"  between stages: {len(lowered.transfers)} transfers, {size_text(sent)} per microbatch")

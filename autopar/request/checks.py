@@ -113,4 +113,5 @@ def check_batch(options: Options, inputs: Any, ranks: int) -> None:
         raise InputError(f"{batch} is not divisible by microbatches={microbatches}; choose a divisor of {size}")
     if size // microbatches < parts:
         times = f" times microbatches={microbatches}" if microbatches > 1 else ""
-        raise InputError(f"{batch} has fewer rows than dp={parts}{times}; use a larger batch, or another mesh")
+        sharing = "dp" if (options.mesh or options.axes or {}).get("ep", 1) == 1 else "dp × ep"
+        raise InputError(f"{batch} has fewer rows than {sharing}={parts}{times}; use a larger batch, or another mesh")

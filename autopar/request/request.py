@@ -351,6 +351,9 @@ def _check(request: Request) -> None:
     options, ranks = request.options, request.cluster.size
     check_precision(options.precision, request.cluster)
     check_compression(options, request.update, bool(request.buckets))
-    options.forced_mesh(ranks // options.pp if options.pp else ranks, ranks)
+    if (
+        options.pp and ranks % options.pp == 0
+    ) or not options.asks_for_pipeline:  # else once the number of groups is known
+        options.forced_mesh(ranks // (options.pp or 1), ranks)
     check_axes(options, ranks)
     check_batch(options, request.inputs, ranks)

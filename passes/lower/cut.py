@@ -1,8 +1,9 @@
 """Cut a program into stages: each stage of a program is a program again.
 
-A stage takes a run of calls. Values that it reads and another stage makes become inputs of it, values of it that others
-read are sent; a value read by three stages crosses three times, straight from where it is made. Whatever works on a
-program (sharding, lowering, accounting) works on a stage. Inputs of the batch cross nothing: every rank has the batch.
+A stage takes a run of calls, which may be empty where another program's plan says what lies on the stage's ranks. Values that it
+reads and another stage makes become inputs of it, values of it that others read are sent; a value read by three stages crosses
+three times, straight from where it is made. Whatever works on a program (sharding, lowering, accounting) works on a stage. Inputs
+of the batch cross nothing: every rank has the batch.
 
 A parameter that several stages use lives in each of them and is owned by the first that trains it: the others hand it
 their gradient and take the updated value. Parameters and buffers that no call uses rest in the first stage, or where the program
@@ -36,14 +37,14 @@ def check_ranges(program: Program, ranges: Sequence[Range]) -> None:
     """Raises PlanError unless the ranges follow each other, cover all calls, and part no buffer from its update."""
     ends = [0, *(last for _, last in ranges)]
     firsts = [first for first, _ in ranges]
-    if firsts != ends[:-1] or ends[-1] != len(program.calls) or any(a >= b for a, b in ranges):
+    if firsts != ends[:-1] or ends[-1] != len(program.calls) or any(a > b for a, b in ranges):
         raise PlanError(
-            f"stages must follow each other and cover the {len(program.calls)} calls of the program, each with one call at "
-            f"least; the plan's ranges are {', '.join(f'{a}–{b}' for a, b in ranges)}"
+            f"stages must follow each other and cover the {len(program.calls)} calls of the program; the plan's ranges are "
+            f"{', '.join(f'{a}–{b}' for a, b in ranges)}"
         )
     allowed = cut_points(program)
-    for first in firsts[1:]:
-        if first not in allowed:
+    for first, last in ranges[1:]:
+        if 0 < first < last and first not in allowed:
             names = ", ".join(sorted(program.buffer_updates)[:3])
             raise PlanError(
                 f"no stage can start at call {first} ({program.calls[first].path or 'no path'}): it would part a buffer "

@@ -59,19 +59,24 @@ class Grown:
 
     def at(self, sizes: Sequence[int]) -> Effect:
         """The effect at these sizes."""
-
-        def numbers(products: tuple[Product, ...]) -> tuple[int, ...]:
-            return tuple(
-                math.prod((n**power for n, power in zip(sizes, powers, strict=True)), start=factor)
-                for factor, powers in products
-            )
-
         outs = tuple(
-            Out(alias, fresh, None if form is None else Layout(numbers(form[0]), numbers(form[1]), form[2]))
+            Out(alias, fresh, None if form is None else Layout(_at(form[0], sizes), _at(form[1], sizes), form[2]))
             for alias, fresh, form in self.outs
         )
-        fresh = numbers(self.fresh)
-        return Effect(outs, fresh, max(sum(fresh), *accumulate(numbers(self.changes), initial=0)))
+        fresh = _at(self.fresh, sizes)
+        return Effect(outs, fresh, max(sum(fresh), *accumulate(self.changes_at(sizes), initial=0)))
+
+    def changes_at(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """The changes at these sizes."""
+        return _at(self.changes, sizes)
+
+
+def _at(products: tuple[Product, ...], sizes: Sequence[int]) -> tuple[int, ...]:
+    """The numbers that products are at these sizes."""
+    return tuple(
+        math.prod((n**power for n, power in zip(sizes, powers, strict=True)), start=factor)
+        for factor, powers in products
+    )
 
 
 def any_size(line: Compute, layouts: Sequence[Layout]) -> AnySize | None:
@@ -110,6 +115,11 @@ def _grown(one: AnySize, run: Run, primes: Sequence[int]) -> Grown:
     kwargs = kwargs | {name: prime_of.get(kwargs[name], kwargs[name]) for name in scales.sizes}
     counter = ChangeCounter()
     effect = run(replace(one.line, kwargs=kwargs), tuple(_sized(x, prime_of) for x in one.layouts), counter)
+    return in_products(effect, counter.changes, primes)
+
+
+def in_products(effect: Effect, changes: Sequence[int], primes: Sequence[int]) -> Grown:
+    """An effect at sizes that are primes as one at any sizes. changes: of the bytes alive, in order."""
 
     def products(numbers: Sequence[int]) -> tuple[Product, ...]:
         return tuple(_product(n, primes) for n in numbers)
@@ -119,7 +129,7 @@ def _grown(one: AnySize, run: Run, primes: Sequence[int]) -> Grown:
         for out in effect.outs
         for x in [out.layout]
     )
-    return Grown(tuple(outs), products(effect.fresh), products(counter.changes))
+    return Grown(tuple(outs), products(effect.fresh), products(changes))
 
 
 def _at_start(value: Any) -> Any:

@@ -27,13 +27,13 @@ from autopar.ir.types import TensorType
 from autopar.ops.registry import find
 from autopar.passes.memory.any_size import Grown, any_size, grown
 from autopar.passes.memory.meta_rank import MetaRank
+from autopar.passes.memory.recurrent import recurrent
 from autopar.passes.played.meta_comm import MetaComm
 from autopar.passes.played.tensors import Effect, Layout, Out, results_of, watch
 from autopar.passes.rules.memo import Memo
 from autopar.runtime.comm.devices import CPU, Device, standing_for
 from autopar.runtime.gradients.gather import Gather, start_gathers
 
-SMALL = 4 << 20
 _WITHOUT_DATA = re.compile(r"\bmeta\b|no fake impl")
 """Torch's errors say so where it raises no NotImplementedError: of `item`, of sizes that data tell, of ops of users."""
 WholeLine = Compute | Convert | Cut | Join
@@ -129,7 +129,8 @@ class Probe:
             call = call_of(line)
             definition = find(line.op) if isinstance(line, Compute) else None
             if definition is not None and definition.hidden_workspace:
-                return [_recurrent(on(self._last), layouts)]
+                assert isinstance(line, Compute)
+                return [recurrent(line, layouts, on(self._last), self.memo)]
             watched = self._at_any_size(line, layouts)
             if watched is None:
                 watched = watch(on(self._last), layouts)
@@ -191,30 +192,6 @@ def _what(numbered: WholeLine) -> Hashable:
 def _by_name(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Operands under the names that a numbered line has for them."""
     return {f"v{i}": tensor for i, tensor in enumerate(tensors)}
-
-
-def _recurrent(run_on: Callable[[list[torch.Tensor]], Any], layouts: tuple[Layout, ...]) -> Effect:
-    """Layers of recurrent networks run in kernels whose workspace no meta function knows: small ones are run, of others a
-    few time steps, as everything (time, batch, …) grows with time."""
-    if sum(layout.nbytes for layout in layouts) <= SMALL:
-        return watch(run_on, layouts, "cpu")
-    steps = next(layout.shape[0] for layout in layouts if len(layout.shape) == 3)
-
-    def run(count: int) -> Effect:
-        cut = tuple(Layout.dense((count, *x.shape[1:]), x.dtype) if len(x.shape) == 3 else x for x in layouts)
-        return watch(run_on, cut, "cpu")
-
-    few, more = run(min(steps, 8)), run(min(steps, 16))
-    if steps <= 16:
-        return more
-    grown = tuple(b + (b - a) // 8 * (steps - 16) for a, b in zip(few.fresh, more.fresh, strict=True))
-    outs = tuple(
-        replace(o, layout=Layout.dense((steps, *o.layout.shape[1:]), o.layout.dtype))
-        if o.layout is not None and len(o.layout.shape) == 3 and o.layout.shape[0] == 16
-        else o
-        for o in more.outs
-    )
-    return Effect(outs, grown, more.peak + (more.peak - few.peak) // 8 * (steps - 16))
 
 
 def _declared(line: WholeLine, mesh: Mesh) -> Effect:

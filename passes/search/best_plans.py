@@ -27,7 +27,7 @@ from autopar.passes.search.one_mesh.by_strategy import search_strategies
 from autopar.passes.search.one_mesh.short_memory import ShortMemorySearch
 from autopar.passes.search.stages.branches import search_branches
 from autopar.passes.search.stages.laid_out import search_laid_out
-from autopar.passes.search.stages.limits import asks_for_pipeline, check_pipeline_options, leaves_stages_open
+from autopar.passes.search.stages.limits import check_pipeline_options, leaves_stages_open
 from autopar.passes.search.stages.pipelines import PipelineSearch
 from autopar.passes.search.stages.submesh import SubmeshPlans
 from autopar.passes.search.task import RankedPlans, Task
@@ -126,7 +126,7 @@ def _kinds(search: PipelineSearch, short_memory: ShortMemorySearch) -> Iterator[
     if layout is not None and len(layout.stages) > 1:
         yield "plans with the given stages", lambda best_s: search_laid_out(submeshes, layout, best_s)
         return
-    if asks_for_pipeline(task.options):
+    if task.options.asks_for_pipeline:
         yield pipelines
         return
     memory_short: list[bool] = []

@@ -49,7 +49,7 @@ def could_win(task: Task, smaller: Task, best_s: float) -> bool:
 def _may_idle(task: Task) -> bool:
     """Whether the options leave the number of ranks to the search, and devices are alike."""
     options = task.options
-    asked = options.mesh or options.axes or options.pp or options.stage_boundaries or task.layout
+    asked = options.mesh or options.axes or options.asks_for_pipeline or options.pp or task.layout
     is_free = options.strategy == "auto" and not asked
     return options.idle_ranks and is_free and task.cluster.homogeneous_devices
 

@@ -1,13 +1,15 @@
 """Where the parameters of a plan lie, for other programs of the same model that are to compute with them.
 
-A program of another shape of batch, or in other microbatches, may have other calls between those of the same modules. There
-a stage starts with its first call that has parameters of its own, which is told by its place in the model, or where that has
-other calls by the first of these parameters.
+A program of another step or shape of batch, or in other microbatches, may have other calls between those of the same modules, and
+none of some modules. There a stage starts with its first call that has parameters of its own, which is told by its place in the
+model, or where that has other calls by these parameters. A stage without such a call takes of the calls that no stage around it
+needs as many as it had, which may be none: its ranks hold its parameters and wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.errors import CaptureError
@@ -39,21 +41,43 @@ class Layout:
         given = [*_places(program)]
         if tuple(given) == sum(self.places, ()):
             return tuple(stage.calls for stage in self.stages)
-        found = {place: i for i, place in reversed([*enumerate(given)])}
-        reads = {name: i for i, place in reversed([*enumerate(given)]) for name in place[-1]}
-        starts = [0]
-        for places in self.places[1:]:
-            calls = (found.get(place, reads.get(place[-1][0])) for place in places if place[-1])
-            starts.append(next((call for call in calls if call is not None), len(given)))
-        ends = [*starts[1:], len(given)]
-        ranges = tuple(zip(starts, ends, strict=True))
-        allowed = {0, *cut_points(program)}
-        if any(a >= b or a not in allowed for a, b in ranges) or not self._fits(program, ranges):
+        ranges = self._starting_with_own(program, given)
+        if ranges is None or not self._fits(program, ranges):
             raise CaptureError(
                 f"this model's blocks for another bucket or entry cannot be cut into the same {len(self.stages)} stages with the "
                 "same parameters each; use Options(pp=1), or compile these shapes as programs of their own"
             )
         return ranges
+
+    def _starting_with_own(self, program: Program, given: Sequence[Place]) -> tuple[tuple[int, int], ...] | None:
+        """The calls of every stage, each from the first that is its own. None where a stage could not start there. given: the
+        places of the program's calls."""
+        stages, points = self._stage_of(given), {0, *cut_points(program)}
+        starts = [len(given)]
+        for s in range(len(self.stages) - 1, 0, -1):
+            end = starts[0]
+            first = max((i + 1 for i, other in enumerate(stages) if other is not None and other < s), default=0)
+            if s in stages:
+                start = max((i for i in points if first <= i <= min(stages.index(s), end)), default=None)
+            else:
+                wanted = max(first, end - len(self.places[s]))
+                start = min((i for i in {*points, end} if wanted <= i <= end), default=None)
+            if start is None:
+                return None
+            starts.insert(0, start)
+        return tuple(zip([0, *starts], starts, strict=False))
+
+    def _stage_of(self, given: Sequence[Place]) -> list[int | None]:
+        """The stage that each call must be in: that with a call of such a place, or that which alone has one of its parameters.
+        None for calls without parameters, or with those of several stages."""
+        at_place = {place: s for s, places in reversed([*enumerate(self.places)]) for place in places}
+        stages = [{name for place in places for name in place[-1]} for places in self.places]
+        users = Counter(name for names in stages for name in names)
+        alone = {name: s for s, names in enumerate(stages) for name in names if users[name] == 1}
+        return [
+            at_place.get(place, next((alone[name] for name in place[-1] if name in alone), None)) if place[-1] else None
+            for place in given
+        ]
 
     def _fits(self, program: Program, ranges: tuple[tuple[int, int], ...]) -> bool:
         parts = cut(program, ranges) if len(ranges) > 1 else (program,)

@@ -40,7 +40,7 @@ from autopar.passes.shard.megatron import (
     tensor_parallel,
 )
 from autopar.passes.shard.meshes import CONTEXT
-from autopar.passes.shard.uneven import EXPERTS, rows_of
+from autopar.passes.shard.uneven import EXPERTS, numbers_of_experts, rows_of
 
 
 class Baseline:
@@ -65,11 +65,14 @@ class Baseline:
         if mesh.sizes.get(EXPERTS, 1) > 1:
             self.experts = expert_parallel(batched, EXPERTS)
             if not self.experts.choices:
-                raise InfeasibleError(
-                    f"strategy {strategy!r} on mesh {mesh}: no mixture of experts can be shared along "
-                    f"{EXPERTS}={mesh.sizes[EXPERTS]:d}; take no more ranks than experts, rows that divide by the axes "
-                    "before it, or name the axis dp"
-                )
+                why = f"no mixture of experts can be shared along {EXPERTS}={mesh.sizes[EXPERTS]:d}"
+                change = "take no more ranks than experts, rows that divide by the axes before it"
+                if not numbers_of_experts(program, rules):
+                    why, change = (
+                        f"this model has no experts to shard along {EXPERTS}={mesh.sizes[EXPERTS]:d}",
+                        "leave it out",
+                    )
+                raise InfeasibleError(f"strategy {strategy!r} on mesh {mesh}: {why}; {change}, or name the axis dp")
         if strategy in MEGATRON and mesh.axes[-1][1] > 1:
             self.tensor = tensor_parallel(batched, mesh.names[-1])
         self.data_axes = mesh.names if self.tensor is None else mesh.names[:-1]

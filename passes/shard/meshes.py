@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.cluster import ClusterSpec
 from autopar.ir.mesh import Mesh
-from autopar.options import MESH_AXES, Options
+from autopar.options import MEGATRON, MESH_AXES, Options
 from autopar.passes.shard.uneven import for_rows
 
 REPLICA = "replica"
@@ -34,6 +34,14 @@ def odd_part(n: int) -> int:
     return n // (n & -n)
 
 
+def sharing_rows(mesh: Mesh, rows: int | None, options: Options) -> Mesh:
+    """The mesh with shares of rows where these do not divide (`for_rows`), along axes that take them. The last axis, whatever its
+    name, takes weights where the strategy is Megatron's. rows: of a microbatch, where they are known."""
+    if options.strategy not in MEGATRON or mesh.axes[-1][1] == 1:
+        return for_rows(mesh, rows, options.rebalance)
+    return Mesh((*for_rows(Mesh(mesh.axes[:-1]), rows, options.rebalance).axes, mesh.axes[-1]), mesh.offset)
+
+
 def candidate_meshes(
     cluster: ClusterSpec, options: Options, ranks: int | None = None, rows: int | None = None
 ) -> list[Mesh]:
@@ -46,10 +54,10 @@ def candidate_meshes(
     whole, ranks = ranks is None, cluster.size if ranks is None else ranks
     forced = options.forced_mesh(ranks, cluster.size)
     if forced is not None:
-        return [for_rows(forced, rows, options.rebalance)]
+        return [sharing_rows(forced, rows, options)]
     fast, inner = _fast(cluster, ranks), _inner(cluster, ranks)
     if options.axes is not None:
-        return [for_rows(mesh, rows, options.rebalance) for mesh in _with_axes(options.axes, ranks, [1, *inner])]
+        return [sharing_rows(mesh, rows, options) for mesh in _with_axes(options.axes, ranks, [1, *inner])]
     meshes = [Mesh.of(dp=ranks)]
     for k in inner[:3]:
         meshes.append(Mesh.of(dp=ranks // k, tp=k))
@@ -58,7 +66,7 @@ def candidate_meshes(
     odd = odd_part(ranks)
     if 1 < odd < ranks and (odd, ranks // odd) not in {tuple(mesh.sizes.values()) for mesh in meshes}:
         meshes.append(Mesh.of(**{REPLICA: odd, "dp": ranks // odd}))
-    return [for_rows(mesh, rows, options.rebalance) for mesh in meshes]
+    return [sharing_rows(mesh, rows, options) for mesh in meshes]
 
 
 def finer_meshes(
@@ -75,7 +83,7 @@ def finer_meshes(
             if k > 1 or between > fast:
                 meshes.append(Mesh.of(**{"dp": rest // between, middle: between, **({"tp": k} if k > 1 else {})}))
             between *= 2
-    return [for_rows(mesh, rows, options.rebalance) for mesh in meshes]
+    return [sharing_rows(mesh, rows, options) for mesh in meshes]
 
 
 def _inner(cluster: ClusterSpec, ranks: int) -> list[int]:

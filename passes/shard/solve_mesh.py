@@ -52,9 +52,14 @@ def build_problem(on: OnMesh, strategy: str, recompute: str | Mapping[str, tuple
     try:
         return Problem(program, on.pricer, on.rules, on.setting, allowed, None, again, on.stored, on.room_bytes)
     except InfeasibleError as error:
-        if constraints:
-            raise ConstraintError(f"{error} (constraints: {dict(constraints)})") from error
-        raise
+        asked = [f"strategy {strategy!r}"] if strategy != "auto" else []
+        asked += [f"constraints {dict(constraints)}"] if constraints else []
+        asked += ["how the program's own step stores parameters"] if on.stored and asked else []
+        if not asked:
+            raise
+        change = f"{'another strategy, ' if strategy != 'auto' else ''}{'looser constraints, ' if constraints else ''}"
+        text = f"{error}: {' and '.join(asked)} cannot be met there; take {change}or another mesh"
+        raise (ConstraintError if constraints else InfeasibleError)(text) from error
 
 
 def solve_mesh(

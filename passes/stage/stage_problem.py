@@ -30,6 +30,7 @@ import numpy as np
 from autopar.errors import InputError, PlanError
 from autopar.ir.actions import StageGraph
 from autopar.ir.schedules import InFlight, one_f_one_b
+from autopar.ir.text import size_text
 from autopar.passes.schedule import ActionCosts, least_span_s
 
 Piece = tuple[int, int, int]
@@ -225,7 +226,7 @@ class StageShortage:
         worst = self.best.stages[self.stage]
         return (
             f"no cut into stages fits: at the best one, {len(self.best.groups)} groups, stage {self.stage} (units "
-            f"{worst.start}–{worst.end - 1}) needs {self.needed_bytes / 2**30:.2f} GiB of {self.limit_bytes / 2**30:.2f} GiB"
+            f"{worst.start}–{worst.end - 1}) needs {size_text(self.needed_bytes)} of {size_text(self.limit_bytes)}"
         )
 
 
@@ -238,18 +239,18 @@ def evaluate(
     other from the first unit to the last.
     """
     ends = [0, *(p[1] for p in pieces)]
-    if [p[0] for p in pieces] != ends[:-1] or ends[-1] != problem.units or any(a >= b for a, b, _ in pieces):
+    if [p[0] for p in pieces] != ends[:-1] or ends[-1] != problem.units or any(a > b for a, b, _ in pieces):
         raise PlanError(f"stages {pieces} do not follow each other over the {problem.units} units")
     S, M = len(pieces), problem.microbatches
     groups = groups or tuple((s,) for s in range(S))
     stages, busy, parts = [], [], []
     for s, (i, j, o) in enumerate(pieces):
         option = problem.options[o]
-        enter = float(problem.enter_s(option)[i])
+        enter = float(problem.enter_s(option)[i]) if i < j else 0.0
         compute = float(np.sum(option.forward_s[i:j]) + np.sum(option.backward_s[i:j]))
         rests = float(np.sum(option.resting_bytes[i:j]))
         rests += problem.in_flight(S - 1 - s, S, M) * float(np.sum(option.held_bytes[i:j]))
-        peak = float(np.max(option.peak_bytes[i:j]))
+        peak = float(np.max(option.peak_bytes[i:j], initial=0.0))
         step = float(np.sum(option.step_s[i:j]))
         stages.append(StageChoice(i, j, o, compute + enter, step, rests + peak, option.limit_bytes))
         busy.append(compute + problem.boundary_busy * enter)
@@ -273,8 +274,8 @@ def _least_span_s(problem: StageProblem, pieces: Sequence[Piece]) -> float:
         forward_s, weights_s, all_s = (float(option.sums[row][j] - option.sums[row][i]) for row in _ACTIONS)
         seconds |= {(s, "F"): forward_s, (s, "B"): all_s - forward_s - weights_s, (s, "W"): weights_s}
         if s:
-            comm_s[s - 1, s] = comm_s[s, s - 1] = float(problem.enter_s(option)[i]) / 2
-        base = np.sum(option.resting_bytes[i:j]) + np.max(option.peak_bytes[i:j])
+            comm_s[s - 1, s] = comm_s[s, s - 1] = float(problem.enter_s(option)[i]) / 2 if i < j else 0.0
+        base = np.sum(option.resting_bytes[i:j]) + np.max(option.peak_bytes[i:j], initial=0.0)
         most = problem.may_hold(len(pieces))[len(pieces) - 1 - s]
         held.append(float(most_held(base, np.sum(option.held_bytes[i:j]), option.limit_bytes, most)))
     return least_span_s(StageGraph.chain(len(pieces)), problem.microbatches, ActionCosts(seconds, comm_s), held)

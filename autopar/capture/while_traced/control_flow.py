@@ -7,11 +7,14 @@ cond(c, f, g, (x,))      refused: what its sides share and whose gradients are z
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops import utils
 from torch._higher_order_ops.cond import CondOp
 from torch._higher_order_ops.scan import ScanOp
 from torch._higher_order_ops.while_loop import WhileLoopOp
@@ -49,3 +52,19 @@ def _scan(
 
 WRITTEN_OUT: dict[type, Callable[..., Any]] = {CondOp: _cond, WhileLoopOp: _while_loop, ScanOp: _scan}
 """The class of an operator → what a call of it is while a model is traced."""
+
+
+@contextmanager
+def control_flow_in_python() -> Iterator[None]:
+    """Within the context loops compute as the Python that they are, also where nothing is traced. Torch itself compiles their
+    functions: no mode then sees an op of these, and under a mode torch's compiler fails on parameters in a loop that trains."""
+    with ExitStack() as patches:
+        for kind, call in WRITTEN_OUT.items():
+            if kind is not CondOp:
+                patches.enter_context(mock.patch.object(kind, "__call__", call))
+        patches.enter_context(mock.patch.object(utils, "_hop_compile_and_call", _called))
+        yield
+
+
+def _called(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
+    return function(*args, **(kwargs or {}))

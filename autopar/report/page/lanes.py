@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.costmodel.simulate import Timeline
-from autopar.ir.text import size_text, time_text
+from autopar.ir.text import calls_text, size_text, time_text
 from autopar.plan import Plan
 from autopar.report.answer import CAUSES
 from autopar.report.page.shown import Table, runs, share_text, span_text
@@ -157,7 +157,7 @@ def _groups(program: ProgramFacts, plan: Plan, timeline: Timeline) -> Table:
         begin, end = program.stages[groups[first][0]].mesh, program.stages[groups[last][0]].mesh
         own = sorted({s for g in range(first, last + 1) for s in groups[g]})
         calls = ", ".join(
-            span_text(plan.stages[own[a]].calls[0], plan.stages[own[b]].calls[1] - 1)
+            calls_text(plan.stages[own[a]].calls[0], plan.stages[own[b]].calls[1])
             for a, b in runs([s - i for i, s in enumerate(own)], lambda ahead: ahead)
         )
         where = span_text(f"{begin.offset:,}", f"{end.offset + end.size - 1:,}")

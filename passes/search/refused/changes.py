@@ -28,7 +28,7 @@ from autopar.passes.search.lower_bounds import could_fit, least_bytes
 from autopar.passes.search.microbatches import TasksByCount
 from autopar.passes.search.one_mesh.within_memory import fastest_within_limit
 from autopar.passes.search.refused.smallest import SOLVER_S, smallest_plans
-from autopar.passes.search.stages.limits import asks_for_pipeline, check_pipeline_options
+from autopar.passes.search.stages.limits import check_pipeline_options
 from autopar.passes.search.stages.pipelines import PipelineSearch
 from autopar.passes.search.stages.submesh import SubmeshPlans
 from autopar.passes.search.task import Task, account_of
@@ -114,10 +114,10 @@ def fastest_in_time(task: Task, batch: int, limit_s: float) -> Account | None:
     task.pricers = task.pricers.until(lambda: time.monotonic() > end)
     fitting: list[Account] = []
     try:
-        if not asks_for_pipeline(options):
+        if not options.asks_for_pipeline:
             for counted in _on_one_mesh(task, batch, end, limit_s):
                 fitting.append(counted)
-        if asks_for_pipeline(options) or _stages_are_open(task):
+        if options.asks_for_pipeline or _stages_are_open(task):
             fitting += _pipeline(task, batch, min((a.step_time_s for a in fitting), default=math.inf))
     except OutOfTime:
         if not fitting:

@@ -17,7 +17,6 @@ from autopar.passes.price.pricer import OutOfTime
 from autopar.passes.search.lower_bounds import least_bytes, model_bytes
 from autopar.passes.search.microbatches import microbatch_counts
 from autopar.passes.search.refused.smallest import SOLVER_S, SmallPlan, smallest_plans
-from autopar.passes.search.stages.limits import asks_for_pipeline
 from autopar.passes.search.task import Task
 from autopar.passes.shard.priced_plan import PricedPlan
 
@@ -64,7 +63,7 @@ def memory_shortage(task: Task, batch: int, smallest: SmallPlan | None) -> Memor
 
 def smallest_plan(task: Task, batch: int) -> SmallPlan | None:
     """The plan with the lowest peak; None where the options ask for a pipeline or none is found in time."""
-    if asks_for_pipeline(task.options):
+    if task.options.asks_for_pipeline:
         return None
     limit_s = min(task.options.solver_time_limit_s, SOLVER_S)
     timed = task.changed(options=replace(task.options, solver_time_limit_s=limit_s))

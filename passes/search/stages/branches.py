@@ -21,7 +21,7 @@ from autopar.passes.branch import BranchProblem, BranchSolution, SegmentOption, 
 from autopar.passes.lower.cut import Range
 from autopar.passes.search.lower_bounds import least_step_s
 from autopar.passes.search.stages.draft import Draft
-from autopar.passes.search.stages.limits import StageLimits, asks_for_pipeline
+from autopar.passes.search.stages.limits import StageLimits
 from autopar.passes.search.stages.plan_of_draft import DraftPlan, best_plan, ranked
 from autopar.passes.search.stages.segment_chain import best_chain
 from autopar.passes.search.stages.segments import boundary_bytes, branches, segments, work_shares
@@ -68,7 +68,7 @@ def search_branches(submeshes: SubmeshPlans, best_s: float) -> Iterator[RankedPl
     Nothing for chains, and where the options ask for a pipeline of their own. Every group has devices of one kind.
     """
     task = submeshes.task
-    if asks_for_pipeline(task.options) or task.cluster.size < 2 or not branches(task):
+    if task.options.asks_for_pipeline or task.cluster.size < 2 or not branches(task):
         return
     search = BranchSearch(submeshes, best_s)
     plans: list[DraftPlan] = []

@@ -28,7 +28,8 @@ MOST_TRIED = 3
 
 
 def search_laid_out(submeshes: SubmeshPlans, layout: Layout, best_s: float) -> Iterator[RankedPlans]:
-    """Plans with the stages of a layout that are faster than best_s, whenever there is a better one."""
+    """Plans with the stages of a layout that are faster than best_s, whenever there is a better one. Raises InfeasibleError or
+    ConstraintError where constraints leave a stage no choice."""
     search = _GivenCut(submeshes, layout, best_s)
     counts = search.counts_on(search.meshes, best_s)
     several = [M for M in counts if M > 1]
@@ -37,6 +38,9 @@ def search_laid_out(submeshes: SubmeshPlans, layout: Layout, best_s: float) -> I
     if several and fewest is not None and fewest.microbatches == several[0] != counts[0]:
         in_one = search.draft(counts[0])
         roughs += [in_one] if in_one is not None else []
+    reasons = (reason for planned in search.planned_by if (reason := planned.without_choice()) is not None)
+    if not roughs and (reason := next(reasons, None)) is not None:
+        raise reason
     yield from plans_of(search, sorted(roughs, key=lambda rough: rough.step_s)[:MOST_TRIED])
 
 
@@ -46,11 +50,11 @@ class _GivenCut(CutSearch):
     def __init__(self, submeshes: SubmeshPlans, layout: Layout, best_s: float) -> None:
         super().__init__(submeshes, best_s)
         self.layout, self.groups = layout, groups_of(layout.stages)
-        self.meshes, self._planned = _meshes(self.task, layout), _planned_by(submeshes, layout)
+        self.meshes, self.planned_by = _meshes(self.task, layout), _planned_by(submeshes, layout)
 
     def draft(self, M: int, share: float = 0.0, policy: str | None = None) -> Draft | None:
         """The cut in M microbatches within a share of the memory (0: any), under a recompute policy."""
-        stages = zip(self._planned, self.meshes, strict=True)
+        stages = zip(self.planned_by, self.meshes, strict=True)
         of_stages = [submeshes.within(M, (mesh,), share, policy) for submeshes, mesh in stages]
         if not all(of_stages):
             return None

@@ -20,11 +20,6 @@ MIXED_RANKS = 16
 """Up to here stages may have submeshes of different sizes."""
 
 
-def asks_for_pipeline(options: Options) -> bool:
-    """Whether the options ask for more than one stage."""
-    return options.stage_boundaries is not None or (options.pp or 1) > 1 or (options.chunks or 1) > 1
-
-
 def leaves_stages_open(options: Options, ranks: int) -> bool:
     """Whether the options leave it to the search how many stages there are."""
     return ranks > 1 and options.pp != 1 and options.strategy == "auto" and options.mesh is None
@@ -39,14 +34,19 @@ def check_pipeline_options(task: Task) -> None:
             f"Options.schedule {options.schedule!r} is unknown; choose auto or one of {', '.join(SCHEDULES)}"
             f"{did_you_mean(options.schedule, SCHEDULES)}"
         )
-    most, groups = len(cut_points(task.program)) + 1, options.pp or 1
-    each = (_chunks(options) or 1) if asks_for_pipeline(options) else 1
-    if groups * each > most or groups > task.cluster.size:
+    if options.schedule == "forward" and task.program.training:
+        raise InputError(
+            "Options.schedule 'forward' is for inference, and this is a training step; choose auto or another schedule"
+        )
+    most = len(cut_points(task.program)) + 1
+    fewest = options.pp or (2 if (options.chunks or 1) > 1 and options.stage_boundaries is None else 1)
+    each = (_chunks(options) or 1) if options.asks_for_pipeline else 1
+    if fewest * each > most or fewest > task.cluster.size:
         why = "Options.chunks" if options.chunks is not None else f"the schedule {options.schedule}"
-        of_each = f" ({each} on each of {groups} groups of ranks: {why})" if each > 1 else ""
+        of_each = f" ({each} on each of {fewest} groups of ranks: {why})" if each > 1 else ""
         blocks = ", ".join(dict.fromkeys(place for c in task.program.calls if (place := c.path or c.start)))
         raise InputError(
-            f"Options ask for {groups * each} stages{of_each}; this model can be cut into {most} at most (its blocks: {blocks}), "
+            f"Options ask for {fewest * each} stages{of_each}; this model can be cut into {most} at most (its blocks: {blocks}), "
             f"and the cluster has {task.cluster.size} ranks; ask for fewer"
         )
     per_group = max(options.chunks or 1, 1 if options.schedule == "auto" else SCHEDULES[options.schedule].stages[0])
@@ -56,15 +56,35 @@ def check_pipeline_options(task: Task) -> None:
             f"{' and '.join(sorted({d.name for _, d in task.cluster.devices}))}; leave Options.chunks out, and choose 1f1b, a "
             "zb-h schedule or auto"
         )
+    groups = options.pp
     if options.stage_boundaries is not None:
         _check_boundaries(task, options.stage_boundaries)
         groups = (len(options.stage_boundaries) + 1) // per_group
-    if per_group > 1 and task.cluster.size % groups:
+    if groups and per_group > 1 and task.cluster.size % groups:
         fit = [n for n in range(2, most // per_group + 1) if task.cluster.size % n == 0]
         numbers = f"{' or '.join(map(str, fit))} groups" if fit else "another number of ranks"
         raise InputError(
             f"Options ask for {per_group} stages on each of {groups} groups of ranks, for which groups are to be alike; "
             f"{task.cluster.size} ranks are no {groups} equal groups; choose {numbers}, 1f1b, a zb-h schedule or auto"
+        )
+    if options.mesh is not None and options.asks_for_pipeline:
+        _check_mesh_of_stages(task)
+
+
+def _check_mesh_of_stages(task: Task) -> None:
+    """Raises InputError where the mesh that is asked for, one for each group of ranks, leaves ranks over or leaves one group."""
+    options, ranks = task.options, task.cluster.size
+    each, groups = options.mesh_ranks, StageLimits.of(task).pp
+    if ranks != each * (groups or max(ranks // each, 2)):
+        wanted = f"{groups} groups of ranks" if groups else "two or more groups of ranks"
+        raise InputError(
+            f"Options.mesh {dict(options.mesh or {})} is that of every group of ranks of a pipeline, and has {each}; the options "
+            f"ask for {wanted}, the cluster has {ranks} ranks; "
+            + (
+                f"make the axis sizes multiply to {ranks // groups}"
+                if groups and ranks % groups == 0
+                else "choose a number of stages, and axis sizes, that multiply to the number of ranks"
+            )
         )
 
 
@@ -154,7 +174,9 @@ class StageLimits:
     def submeshes(self, task: Task) -> list[Mesh]:
         """Submeshes that stages may have, each of devices of one kind, fast links filled first."""
         ranks, pp = task.cluster.size, self.pp
-        if pp is not None and ranks % pp == 0 and not (self.mixed and task.options.mesh is None):
+        if task.options.mesh is not None:
+            sizes = [task.options.mesh_ranks]
+        elif pp is not None and ranks % pp == 0 and not self.mixed:
             sizes = [ranks // pp]
         else:
             sizes = [n for n in range(1, ranks) if self._may_have(n, ranks)]

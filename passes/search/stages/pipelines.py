@@ -17,7 +17,6 @@ from autopar.passes.search.lower_bounds import least_bytes
 from autopar.passes.search.one_mesh.finer import finer_meshes_of
 from autopar.passes.search.stages.cuts import CutSearch
 from autopar.passes.search.stages.draft import Draft
-from autopar.passes.search.stages.limits import asks_for_pipeline
 from autopar.passes.search.stages.plan_of_draft import (
     DraftInMemory,
     DraftPlan,
@@ -80,14 +79,17 @@ class PipelineSearch:
         """Pipelines predicted faster than best_s (infinite where the options ask for one), best first, whenever there is a better
         one.
 
-        Raises InputError for stages that cannot be, NoRoomError when the options ask for a pipeline and none fits.
+        Raises InputError for stages that cannot be; when the options ask for a pipeline InfeasibleError or ConstraintError where
+        strategy and constraints leave stages no choice, and NoRoomError where none fits.
         """
         self._begin(best_s)
         search, found = self._search, False
         for ranking in _ranked(_faster_and_faster(search, self._drafts, self._tried)):
             found = True
             yield ranking
-        if not found and asks_for_pipeline(self.task.options):
+        if not found and self.task.options.asks_for_pipeline:
+            if not self._cuts and (reason := self.submeshes.without_choice()) is not None:
+                raise reason
             error = NoRoomError(_no_pipeline(self.task, search.nearest))
             error.would_fit_bytes = search.nearest.needed_bytes if search.nearest is not None else None
             raise error
@@ -223,7 +225,9 @@ def _cut(in_memory: DraftInMemory) -> tuple[object, ...]:
 def _no_pipeline(task: Task, nearest: StageShortage | None) -> str:
     """Why none fits, and what would. nearest: of the cuts that did not fit the one that is short of least."""
     options = task.options
-    asked = f"pp={options.pp}" if options.pp else f"stages at {list(options.stage_boundaries or ())}"
+    asked = f"chunks={options.chunks}"
+    if options.pp or options.stage_boundaries is not None:
+        asked = f"pp={options.pp}" if options.pp else f"stages at {list(options.stage_boundaries or ())}"
     if nearest is None:
         resting, held = least_bytes(task)
         least = resting / task.cluster.size

@@ -30,9 +30,10 @@ from autopar.passes.search.one_mesh.joint import JointSearch
 from autopar.passes.search.one_mesh.within_memory import joint_on, solution_of
 from autopar.passes.search.task import Task
 from autopar.passes.search.workers import Answers
+from autopar.passes.shard.meshes import sharing_rows
 from autopar.passes.shard.solve import Shortage, Solution
-from autopar.passes.shard.solve_mesh import OnMesh, solve_mesh
-from autopar.passes.shard.uneven import for_rows, rows_of
+from autopar.passes.shard.solve_mesh import OnMesh, build_problem, solve_mesh
+from autopar.passes.shard.uneven import rows_of
 from autopar.passes.stage import StageOption
 from autopar.plan import StagePlan
 
@@ -109,18 +110,34 @@ class SubmeshPlans:
         key = (M, mesh, share, policy)
         if key not in self._plans:
             budget = share * groups * task.limit_at(mesh)
-            held = task.sharing(for_rows(mesh, rows_of(task.program), task.options.rebalance))
+            held = task.sharing(sharing_rows(mesh, rows_of(task.program), task.options))
             per_axis = self._per_axis.get(mesh.axes)
             anyhow, setting = self._plans.get((M, mesh, 0.0, policy)), _first_stage(task, groups)
             if anyhow is not None and setting == _first_stage(task, 1) and anyhow.solution.memory <= budget:
                 self._plans[key] = anyhow
                 return anyhow
-            if policy == "auto":
-                solved = _by_joint(self._joint(task, M, held, groups, per_axis), budget)
-            else:
-                solved = _by_policy(task.on(held, setting, per_axis), budget, policy)
+            try:
+                if policy == "auto":
+                    solved = _by_joint(self._joint(task, M, held, groups, per_axis), budget)
+                else:
+                    solved = _by_policy(task.on(held, setting, per_axis), budget, policy)
+            except (InfeasibleError, ConstraintError):  # `without_choice` says it, where no stage has a plan
+                solved = None
             self._plans[key] = _measured(task, self._short(task), held, *solved) if solved is not None else None
         return self._plans.get(key)
+
+    def without_choice(self) -> InfeasibleError | ConstraintError | None:
+        """Why a submesh that was asked for has no plan in any memory, where one has none, as strategy and constraints leave no
+        choice there. It is asked again for this, as another process may have been asked before."""
+        for (M, mesh, share, policy), plan in self._plans.items():
+            if plan is None and not share:
+                task = self.tasks.at(M)
+                held = task.sharing(sharing_rows(mesh, rows_of(task.program), task.options))
+                try:
+                    build_problem(task.on(held), task.options.strategy, policy)
+                except (InfeasibleError, ConstraintError) as error:
+                    return error
+        return None
 
     @contextmanager
     def ahead(self, questions: Sequence[tuple[int, Mesh]]) -> Iterator[PlansAhead]:
@@ -204,20 +221,14 @@ def _first_stage(task: Task, groups: int) -> Setting:
 
 def _by_joint(joint: JointSearch, budget: float) -> tuple[StagePlan, Solution] | None:
     """Sharding and recompute chosen together. budget: bytes of all groups, one device each (0: any)."""
-    try:
-        joint.forget_budgets()  # which were asked for before depends on the process that was asked
-        point = joint.within(budget or math.inf, _JOINT_CLOSE)
-        return None if isinstance(point, Shortage) else (point.plan, solution_of(point, joint.fastest.seconds))
-    except (InfeasibleError, ConstraintError):
-        return None
+    joint.forget_budgets()  # which were asked for before depends on the process that was asked
+    point = joint.within(budget or math.inf, _JOINT_CLOSE)
+    return None if isinstance(point, Shortage) else (point.plan, solution_of(point, joint.fastest.seconds))
 
 
 def _by_policy(on: OnMesh, budget: float, policy: str) -> tuple[StagePlan, Solution] | None:
     """The sharding under a recompute policy. budget: bytes of all groups, one device each (0: any)."""
-    try:
-        result = solve_mesh(on, on.options.strategy, budget or None, _CLOSE, policy)
-    except (InfeasibleError, ConstraintError):
-        return None
+    result = solve_mesh(on, on.options.strategy, budget or None, _CLOSE, policy)
     return None if isinstance(result, Shortage) else (result.plan.stages[0], result.solution)
 
 

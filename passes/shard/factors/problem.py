@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import InfeasibleError, PlanError
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program, Template, resolve
 from autopar.ir.rule import Strategy
 from autopar.ir.setting import Setting
@@ -44,9 +45,8 @@ from autopar.passes.shard.factors.template_facts import Operation, Place, Templa
 from autopar.plan import ParameterPlan
 
 
-def _without_choice(key: Key) -> InfeasibleError:
-    what = f"the strategy or the constraints leave no choice for {' '.join(key)}"
-    return InfeasibleError(f"{what}; take another strategy, or loosen the constraints that match it")
+def _without_choice(key: Key, mesh: Mesh) -> InfeasibleError:
+    return InfeasibleError(f"no choice is left for {' '.join(key)} on mesh {mesh}")
 
 
 _Part = tuple[str, str | int] | None
@@ -129,7 +129,7 @@ class Problem:
         def keep(key: Key, v: int, places: Iterable[int]) -> None:
             kept[v] = np.array([i for i in places if allowed(key, states[v][i])], int)
             if not len(kept[v]):
-                raise _without_choice(key)
+                raise _without_choice(key, self.mesh)
 
         for (template, name), (v, choices) in self._ops.items():
             keep(("op", template, name), v, range(len(states[v])))
@@ -158,7 +158,7 @@ class Problem:
 
     def _add(self, key: Key, states: tuple[Any, ...], cost: np.ndarray, memory: np.ndarray) -> int:
         if not states:
-            raise _without_choice(key)
+            raise _without_choice(key, self.mesh)
         return self.graph.add(key, states, cost, memory)
 
     def _add_ops(self, template: Template) -> None:
@@ -370,8 +370,7 @@ class Problem:
         if not kept:
             possible_specs = ", ".join(dict.fromkeys(str(storage) for storage, _ in every.states))
             raise InfeasibleError(
-                f"the strategy or the constraints leave no choice for param {name} on mesh {self.mesh}; take another mesh or "
-                f"strategy, or loosen the constraints that match it; it may rest as {possible_specs}"
+                f"no choice is left for param {name} on mesh {self.mesh}, which may rest as {possible_specs}"
             )
         is_every = self.given is None and len(kept) == len(every.states)
         return every if is_every else Resting.of(kept, partial(numbers_of, self.pricer, type_))

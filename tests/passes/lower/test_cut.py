@@ -274,18 +274,26 @@ def test_an_early_call_stays_with_its_readers() -> None:
         lambda n: [(0, 3), (2, n)],
         lambda n: [(0, 2), (2, n - 1)],
         lambda n: [(1, 2), (2, n)],
-        lambda n: [(0, 2), (2, 2), (2, n)],
+        lambda n: [(0, 3), (3, 2), (2, n)],
         lambda n: [(2, n), (0, 2)],
         lambda n: [(0, n + 1)],
         lambda n: [],
     ],
-    ids=["gap", "overlap", "end", "start", "empty", "order", "beyond", "none"],
+    ids=["gap", "overlap", "end", "start", "back", "order", "beyond", "none"],
 )
 def test_ranges_that_do_not_cover_the_calls_in_order(change: Callable[[int], list[Range]]) -> None:
     program = compiled(Skipping()).ir
     n = len(program.calls)
     with pytest.raises(PlanError, match=f"must follow each other and cover the {n} calls"):
         cut(program, change(n))
+
+
+def test_a_stage_without_calls_reads_and_sends_nothing() -> None:
+    program = compiled(Skipping()).ir
+    n = len(program.calls)
+    _, empty, _ = parts = cut(program, [(0, 2), (2, 2), (2, n)])
+    assert not any((empty.calls, empty.parameters, empty.inputs, empty.outputs))
+    assert {(c.source, c.target) for part in parts if part.boundary for c in part.boundary.sent} == {(0, 2)}
 
 
 # --- lowering what was cut ---------------------------------------------------------------------------------------------

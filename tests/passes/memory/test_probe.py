@@ -206,29 +206,6 @@ def test_an_error_of_another_kind_is_none_of_missing_data() -> None:
         effect(line, x=Layout.dense((4, 5), F32))
 
 
-@pytest.mark.parametrize("mode", ["lstm", "gru"])
-def test_a_long_recurrent_layer_is_measured_by_its_first_steps(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peak that 16 steps foretell of 40 is the one of 40, counted as they run."""
-    time, batch, width, hidden, gates = 40, 3, 5, 7, {"lstm": 4, "gru": 3}[mode]
-    h0, c0 = Layout.dense((batch, hidden), F32), Layout.dense((batch, hidden), F32) if mode == "lstm" else None
-    operands: dict[str, Layout | None] = {
-        "x": Layout.dense((time, batch, width), F32),
-        "h0": h0,
-        "w_ih": Layout.dense((gates * hidden, width), F32),
-        "w_hh": Layout.dense((gates * hidden, hidden), F32),
-    } | ({"c0": c0} if c0 else {})
-    names = ("x", "h0", "c0", "w_ih", "w_hh", "b_ih", "b_hh", "w_hr")
-    refs = {name: Ref(name) if name in operands else None for name in names}
-    line = compute("autopar.rnn", ("out", "h", "c"), mode=mode, **refs)
-    effects = []
-    for small in (probe.SMALL, 0):
-        monkeypatch.setattr(probe, "SMALL", small)
-        effects.append(effect(line, **operands))
-    run, foretold = effects
-    assert run.fresh[0] == time * batch * hidden * 4
-    assert foretold == run
-
-
 def test_the_same_line_of_other_names_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     real = probe.watch

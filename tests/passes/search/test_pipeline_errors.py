@@ -16,7 +16,7 @@ from torch import nn
 
 import autopar
 from autopar import Options
-from autopar.errors import CheckError, InputError, NoRoomError, PlanError
+from autopar.errors import CheckError, ConstraintError, InfeasibleError, InputError, NoRoomError, PlanError
 from autopar.ir.actions import show_row
 from tests.test_errors import X, Y, build, message
 
@@ -85,6 +85,23 @@ def piped(cluster: int = 4, **options: Any) -> autopar.Program:
             {"pp": 2, "microbatches": 3},
             "batch of 8 (input 0) is not divisible by microbatches=3; choose a divisor of 8",
         ),
+        (
+            8,
+            {"pp": 3, "mesh": {"dp": 2}},
+            "that of every group of ranks of a pipeline, and has 2; the options ask for 3 groups .* has 8 ranks; choose a number",
+        ),
+        (
+            6,
+            {"stage_boundaries": ["3"], "mesh": {"dp": 2}},
+            "the options ask for 2 groups of ranks, the cluster has 6 ranks; make the axis sizes multiply to 3",
+        ),
+        (
+            4,
+            {"chunks": 5},
+            r"Options ask for 10 stages \(5 on each of 2 groups of ranks: Options.chunks\); this .* 8 at most",
+        ),
+        (2, {"chunks": 2, "mesh": {"dp": 2}}, "ask for two or more groups of ranks, the cluster has 2 ranks"),
+        (4, {"pp": 2, "schedule": "forward"}, "'forward' is for inference, and this is a training step; choose auto"),
         (4, {"pp": 2, "microbatches": 8, "strategy": "zero3"}, "has fewer rows than dp=2 times microbatches=8"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
@@ -92,6 +109,43 @@ def piped(cluster: int = 4, **options: Any) -> autopar.Program:
 def test_pipelines_that_cannot_be(cluster: int, options: dict, says: str) -> None:
     text = message(InputError, lambda: piped(cluster, **options))
     assert says in text or re.search(says, text), text
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        (
+            {"pp": 2, "mesh": {"ep": 2}, "strategy": "zero1"},
+            InfeasibleError,
+            "strategy 'zero1' on mesh ep=2: this model has no experts to shard along ep=2; leave it out",
+        ),
+        (
+            {"pp": 2, "constraints": {"0.0.weight": "[@ep, .]"}, "mesh": {"dp": 2}},
+            ConstraintError,
+            "constraint '0.0.weight' uses axis ep, the mesh is dp=2; name its axes",
+        ),
+        (
+            {"pp": 2, "mesh": {"dp": 2}, "strategy": "dp", "constraints": {"0.0.weight": "[@dp, .]"}},
+            ConstraintError,
+            "no choice is left for param 0.0.weight on mesh dp=2, which may rest as .*: strategy 'dp' and constraints "
+            r"{'0.0.weight': '\[@dp, .\]'} cannot be met there; take another strategy, looser constraints, or another mesh",
+        ),
+    ],
+    ids=str,
+)
+def test_stages_without_a_choice_say_what_leaves_none(options: dict, error: type[Exception], says: str) -> None:
+    text = message(error, lambda: piped(4, **options))
+    assert re.search(says, text), text
+    assert "fits in" not in text
+
+
+def test_a_mesh_of_stages_goes_with_stages_that_are_named() -> None:
+    program = piped(4, stage_boundaries=["3"], mesh={"dp": 2})
+    assert [(str(stage.mesh), stage.mesh.offset) for stage in program.plan.stages] == [("dp=2", 0), ("dp=2", 2)]
+
+
+def test_several_stages_per_group_are_not_looked_for_on_one_rank() -> None:
+    assert len(piped(3, chunks=2).plan.stages) == 6
 
 
 @pytest.mark.parametrize(

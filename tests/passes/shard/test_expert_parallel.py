@@ -126,7 +126,7 @@ def test_rows_travel_between_all_ranks_of_the_axis() -> None:
 
 def test_a_model_without_experts_cannot_have_them_apart() -> None:
     shape = TransformerShape(1, 16, 4, 32, 32, 8)
-    with pytest.raises(InfeasibleError, match="no mixture of experts can be shared along ep=2"):
+    with pytest.raises(InfeasibleError, match="this model has no experts to shard along ep=2; leave it out"):
         compiled(shape, "dp1 ep2", "zero1")
 
 
@@ -215,5 +215,5 @@ def test_random_plans_whose_experts_do_not_divide_equal_one_device(seed: int) ->
 
 
 def test_a_batch_must_divide_by_both_axes() -> None:
-    with pytest.raises(InputError, match="fewer rows than dp=8"):
+    with pytest.raises(InputError, match="fewer rows than dp × ep=8"):
         compiled(MIXTRAL, "dp4 ep2", "zero1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +44,23 @@ def activations_sent(program: ParallelProgram, nbytes: float, axis: str = "tp") 
 
 def storages(program: ParallelProgram) -> dict[str, str]:
     return {name: str(p.storage) for name, p in program.plan.stages[0].parameters.items()}
+
+
+@pytest.mark.parametrize("options", [{}, {"pp": 2, "mesh": {"dp": 3}}], ids=str)
+def test_an_only_axis_shards_weights_whether_or_not_it_divides_rows(options: dict[str, Any]) -> None:
+    model, ranks = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5)).double(), 3 * options.get("pp", 1)
+    data = torch.randn(8, 6).double(), torch.randn(8, 5).double()
+    program = autopar.compile(
+        model,
+        ClusterSpec.local(ranks),
+        data,
+        loss_fn=F.mse_loss,
+        optimizer=ADAMW,
+        options=Options(strategy="megatron", **options),
+    )
+    stored = {name: str(p.storage) for stage in program.plan.stages for name, p in stage.parameters.items()}
+    assert "@dp" in stored["0.weight"], stored
+    assert autopar.verify(program, model, data).ok
 
 
 @pytest.mark.few(1)
@@ -168,14 +186,3 @@ def test_one_sequence_at_a_time_is_split_as_two_are(shape: TransformerShape, axe
     assert storages(one) == storages(two)
     assert storages(one)["blocks.0.attention.q.weight"] == "[@tp, .]"
     assert autopar.verify(one, model, (ids, ids)).ok
-
-
-def test_a_strategy_that_leaves_no_choice_is_named_as_what_forbids_it() -> None:
-    model = nn.Sequential(
-        nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 4)
-    )
-    batch = torch.randn(8, 6), torch.randn(8, 4)
-    with pytest.raises(
-        autopar.InfeasibleError, match=r"the strategy or the constraints leave no choice for param .*dp=3"
-    ):
-        autopar.compile(model, ClusterSpec.local(3), batch, loss_fn=F.mse_loss, options=Options(strategy="megatron"))
