@@ -195,6 +195,21 @@ def test_writing_to_an_input_is_refused_by_name() -> None:
         compiled(Shift(), {"x": X, "y": torch.randn(4, 8)}, lambda out: out.sum())
 
 
+def test_packed_sequences_are_refused_by_name() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.LSTM(8, 8, batch_first=True)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            return nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0], batch_first=True, total_length=x.shape[1])[0]
+
+    batch = {"x": torch.randn(4, 6, 8), "lengths": torch.tensor([6, 3, 2, 5])}
+    with pytest.raises(autopar.CaptureError, match=r"packs sequences \(pack_padded_sequence\), .* at .*padded batch"):
+        compiled(Packed(), batch, lambda out: out.sum())
+
+
 def test_writing_to_an_input_in_a_helper_names_the_line_of_the_helper() -> None:
     def hide(x: Tensor) -> None:
         x[:, 1:].masked_fill_(x[:, 1:] < 0, 0)  # here

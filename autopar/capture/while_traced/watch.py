@@ -61,6 +61,11 @@ _REFUSED: dict[Any, tuple[str, str]] = {
     ),
     _FIELDS.data.__set__: ("assigns .data", "only the optimizer may change parameters; compute a new tensor instead"),
     Tensor.detach_: ("detaches a tensor in place (detach_)", "use x = x.detach()"),
+    torch._VF._pack_padded_sequence: (  # type: ignore[attr-defined]
+        "packs sequences (pack_padded_sequence), of which the data say how many rows there are",
+        "run the layer on the padded batch: in one direction it gives the same values up to the end of every sequence. Mask what "
+        "is behind, and take the last states with gather at lengths - 1",
+    ),
 }
 """Function → what it is that forward does, and what to do instead."""
 _NO_MARK = (_checkpoint_hook, _recomputation_hook, save_on_cpu)
