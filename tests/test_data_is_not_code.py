@@ -207,7 +207,7 @@ def small(directory: Path) -> Any:
 
 
 def dumped(directory: Path) -> None:
-    """What `autopar dump` shows of a directory. Raises AutoparError with what it says where it refuses."""
+    """Have `autopar dump` show a directory in every form. Raises AutoparError with what it says where it refuses."""
     for form in ("text", "json", "dot", "chrome-trace", "html"):
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
             status = dump.main([str(directory), "--format", form])
