@@ -218,9 +218,10 @@ def test_random_plans_with_rings_are_eagers(order: int) -> None:
 
 
 @pytest.mark.slow
-def test_random_plans_with_rings_are_eagers_at_length() -> None:
-    for dropout, learned_mask in ((0.0, 0), (0.3, 0), (0.0, 32)):
-        assert ringed(*compiled(dropout, learned_mask), range(200)) >= 20
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("dropout", "learned_mask"), [(0.0, 0), (0.3, 0), (0.0, 32)])
+def test_random_plans_with_rings_are_eagers_at_length(dropout: float, learned_mask: int) -> None:
+    assert ringed(*compiled(dropout, learned_mask), range(200)) >= 20
 
 
 def ringed(program: autopar.Program, model: Transformer, seeds: range) -> int:
