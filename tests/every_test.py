@@ -53,9 +53,9 @@ def without_slow(config: pytest.Config) -> bool:
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
     """Where slow tests are left out, those that are slow whatever their parameters are not made at all."""
-    marks = getattr(obj, "pytestmark", ())
-    left_out = without_slow(collector.config) and any(mark.name == "slow" for mark in marks)
-    return [] if left_out and isinstance(obj, types.FunctionType) else None
+    if not (without_slow(collector.config) and isinstance(obj, types.FunctionType)):
+        return None
+    return [] if any(mark.name == "slow" for mark in getattr(obj, "pytestmark", ())) else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow

@@ -242,7 +242,7 @@ def crossed() -> autopar.ParallelProgram:
 
 @pytest.mark.usefixtures("table")
 def test_an_op_of_torch_gets_a_rule_and_facts() -> None:
-    assert find("aten.linalg_cross.default") is None
+    assert find("aten.linalg_cross.default").rule is None
     assert "aten.linalg_cross.default" in crossed().rules.discovered
 
     @register("aten.linalg_cross", precision="keep", dear=True)
