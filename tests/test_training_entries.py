@@ -219,3 +219,32 @@ def test_what_cannot_be_trained_is_refused_by_name() -> None:
     assert "optimizer must be a factory" in refused(
         Entry(train=True, optimizer=SGD(critic.parameters()))  # type: ignore[arg-type]
     )
+
+
+class Counted(nn.Module):
+    """A first layer of another model, a head of its own, and a buffer that counts."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.own = layer, nn.Linear(16, 4)
+        self.register_buffer("seen", torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(x).relu()
+        self.seen += hidden.detach().sum(0)
+        return self.own(hidden)
+
+
+def test_an_entry_whose_module_names_parameters_otherwise_is_verified() -> None:
+    """State of the module is compared under the first program's names; all other state is to stay as it is."""
+    torch.manual_seed(2)
+    first = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
+    other, batch = Counted(first[0]), (torch.randn(8, 6), torch.randn(8, 4))
+    loss = nn.functional.mse_loss
+    entry = Entry(batch, module=other, train=True, loss_fn=loss, optimizer=SGD)
+    program = autopar.compile(
+        first, autopar.ClusterSpec.local(2), batch, loss_fn=loss, optimizer=SGD, entries={"other": entry}
+    )
+    verified = autopar.verify(program.entries["other"], other, batch)
+    assert verified.ok, verified.errors
+    assert {"param/0.weight", "param/other.own.weight", "param/2.weight", "buffer/other.seen"} <= verified.errors.keys()

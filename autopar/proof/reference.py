@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,8 @@ def eager_values(
                 }
             return {f"output/{i}": t for i, t in enumerate(flatten(run_model(reference, inputs))[0])}
     values: dict[str, torch.Tensor] = {}
-    named = dict(reference.named_parameters())
+    names = names_in_program(program)
+    named = {names.get(name, name): p for name, p in reference.named_parameters()}
     trained = {name: p for name, p in named.items() if p.requires_grad}
     update = EagerUpdate(program.request.update, list(trained.items()))
     parts = program.plan.microbatches if _apart(program) else 1
@@ -70,8 +71,15 @@ def eager_values(
     values |= {f"param/{n}": p.detach() for n, p in named.items()}
     persistent = reference.state_dict().keys()
     buffers = dict(reference.named_buffers(remove_duplicate=False))  # casting gave each name of a shared one its own
-    values |= {f"buffer/{n}": buffers[n] for n, _ in model.named_buffers() if n in persistent}
+    values |= {f"buffer/{names.get(n, n)}": buffers[n] for n, _ in model.named_buffers() if n in persistent}
     return values
+
+
+def names_in_program(program: ParallelProgram) -> Mapping[str, str]:
+    """The names that a program has for parameters and buffers of its module, where they are others: those of the first program,
+    in an entry of it."""
+    held = program.request.held
+    return held.names(program.model) if held is not None else {}
 
 
 def _apart(program: ParallelProgram) -> bool:

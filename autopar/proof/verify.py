@@ -28,7 +28,7 @@ from autopar.program import ParallelProgram, model_tensors
 from autopar.proof.casts import no_dropout
 from autopar.proof.compare import TOLERANCE, Values, compare, nudged
 from autopar.proof.ranks import one_rank, uncompressed, values_on_ranks, without_dropout
-from autopar.proof.reference import eager_values
+from autopar.proof.reference import eager_values, names_in_program
 
 _NUDGES = (1, 2, 3)
 
@@ -72,11 +72,12 @@ def verify(
 
     def judge(ours: Values, reference: Callable[[int], Values]) -> dict[str, float]:
         """Errors; where there are any above the tolerance, rounding is told from mistakes by a nudged reference."""
-        expected = reference(0)
+        resting = _resting(program, ours, weights)
+        expected = resting | reference(0)
         errors = compare(ours, expected, weights, dtype=dtype)
         if Verification(errors, TOLERANCE[dtype]).ok:
             return errors
-        return compare(ours, expected, weights, [reference(nudge) for nudge in _NUDGES], dtype)
+        return compare(ours, expected, weights, [resting | reference(nudge) for nudge in _NUDGES], dtype)
 
     def on_one_rank(nudge: int) -> Values:
         nearby = weights | {name: nudged(weights[name], dtype, nudge) for name in program.ir.parameters}
@@ -102,10 +103,17 @@ def verify(
 
 def _weights(program: ParallelProgram, model: nn.Module) -> Values:
     """The model's own, and what only the program has (captured constants)."""
-    held = program.request.held
-    names = held.names(program.model) if held is not None else {}
+    names = names_in_program(program)
     tensors = {names.get(name, name): tensor for name, tensor in model_tensors(model).items()}
     return {name: tensors.get(name, value).detach() for name, value in program.weights().items()}
+
+
+def _resting(program: ParallelProgram, ours: Values, weights: Values) -> Values:
+    """State of the first program that the module of an entry need not have, and which is to stay as it is."""
+    if program.request.held is None:
+        return {}
+    state = {f"{kind}/{name}": value for kind in ("param", "buffer") for name, value in weights.items()}
+    return {name: state[name] for name in ours if name in state}
 
 
 def _random(program: ParallelProgram) -> bool:

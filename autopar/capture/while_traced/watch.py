@@ -61,7 +61,7 @@ _REFUSED: dict[Any, tuple[str, str]] = {
     ),
     _FIELDS.data.__set__: ("assigns .data", "only the optimizer may change parameters; compute a new tensor instead"),
     Tensor.detach_: ("detaches a tensor in place (detach_)", "use x = x.detach()"),
-    torch._VF._pack_padded_sequence: (  # type: ignore[attr-defined]
+    torch._VF._pack_padded_sequence: (
         "packs sequences (pack_padded_sequence), of which the data say how many rows there are",
         "run the layer on the padded batch: in one direction it gives the same values up to the end of every sequence. Mask what "
         "is behind, and take the last states with gather at lengths - 1",
