@@ -153,7 +153,7 @@ def answered(case: Case, request: Request, compiled: Compile) -> tuple[Line, Com
         compiled = program.compile_again
     except autopar.AutoparError as error:
         line["refused"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-    except Exception as error:
+    except Exception as error:  # the line says so, no law holds with it, and the other cases are asked
         line["crashed"] = line["refused"] = f"{type(error).__name__}: {error}"[:300]
     return line | {"cpu_s": round(time.process_time() - before, 2)}, compiled
 

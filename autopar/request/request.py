@@ -351,9 +351,8 @@ def _check(request: Request) -> None:
     options, ranks = request.options, request.cluster.size
     check_precision(options.precision, request.cluster)
     check_compression(options, request.update, bool(request.buckets))
-    if (
-        options.pp and ranks % options.pp == 0
-    ) or not options.asks_for_pipeline:  # else once the number of groups is known
-        options.forced_mesh(ranks // (options.pp or 1), ranks)
+    groups = options.pp or (None if options.asks_for_pipeline else 1)
+    if groups and ranks % groups == 0:  # else the mesh is held against the number of groups once that is known
+        options.forced_mesh(ranks // groups, ranks)
     check_axes(options, ranks)
     check_batch(options, request.inputs, ranks)

@@ -225,9 +225,12 @@ def _cut(in_memory: DraftInMemory) -> tuple[object, ...]:
 def _no_pipeline(task: Task, nearest: StageShortage | None) -> str:
     """Why none fits, and what would. nearest: of the cuts that did not fit the one that is short of least."""
     options = task.options
-    asked = f"chunks={options.chunks}"
-    if options.pp or options.stage_boundaries is not None:
-        asked = f"pp={options.pp}" if options.pp else f"stages at {list(options.stage_boundaries or ())}"
+    if options.pp:
+        asked = f"pp={options.pp}"
+    elif options.stage_boundaries is not None:
+        asked = f"stages at {list(options.stage_boundaries)}"
+    else:
+        asked = f"chunks={options.chunks}"
     if nearest is None:
         resting, held = least_bytes(task)
         least = resting / task.cluster.size

@@ -110,7 +110,7 @@ class SubmeshPlans:
         key = (M, mesh, share, policy)
         if key not in self._plans:
             budget = share * groups * task.limit_at(mesh)
-            held = task.sharing(sharing_rows(mesh, rows_of(task.program), task.options))
+            held = _held(task, mesh)
             per_axis = self._per_axis.get(mesh.axes)
             anyhow, setting = self._plans.get((M, mesh, 0.0, policy)), _first_stage(task, groups)
             if anyhow is not None and setting == _first_stage(task, 1) and anyhow.solution.memory <= budget:
@@ -132,9 +132,8 @@ class SubmeshPlans:
         for (M, mesh, share, policy), plan in self._plans.items():
             if plan is None and not share:
                 task = self.tasks.at(M)
-                held = task.sharing(sharing_rows(mesh, rows_of(task.program), task.options))
                 try:
-                    build_problem(task.on(held), task.options.strategy, policy)
+                    build_problem(task.on(_held(task, mesh)), task.options.strategy, policy)
                 except (InfeasibleError, ConstraintError) as error:
                     return error
         return None
@@ -217,6 +216,11 @@ def _first_stage(task: Task, groups: int) -> Setting:
     """The setting of the stage that holds most microbatches: the first of so many groups."""
     in_flight = min(groups, task.setting.microbatches) if task.program.training else 1
     return replace(task.setting, in_flight=float(in_flight))
+
+
+def _held(task: Task, mesh: Mesh) -> Mesh:
+    """The mesh as a stage of the task holds it: with the shares that its rows take."""
+    return task.sharing(sharing_rows(mesh, rows_of(task.program), task.options))
 
 
 def _by_joint(joint: JointSearch, budget: float) -> tuple[StagePlan, Solution] | None:

@@ -227,7 +227,8 @@ def test_a_crash_is_a_line_and_no_law_holds_with_it(monkeypatch: pytest.MonkeyPa
         raise KeyError("lost")
 
     case = properties.all_cases()[0]
-    told, compiled = properties.answered(case, None, crashes)  # type: ignore[arg-type]
+    request: Any = None
+    told, compiled = properties.answered(case, request, crashes)
     assert told["crashed"] == "KeyError: 'lost'"
     assert compiled is crashes
     assert not properties.summary([told])["holds"]
