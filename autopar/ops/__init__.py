@@ -24,6 +24,7 @@ from autopar.ops import (  # noqa: F401  each is imported for the ops that it re
     loss,
     normalization,
     order,
+    pieces,
     pointwise,
     pooling,
     random,

@@ -49,6 +49,6 @@ def _no_tangent(tangent: torch.Tensor, primal: torch.Tensor, self_num_batch_dims
 
 @register(*named("arange linspace eye scalar_tensor tril_indices triu_indices"), factory=True)
 def made_whole(call: OpCall) -> Rule:
-    """Made whole on every rank; slicing it afterwards is free."""
+    """Made whole on every rank, of ends that may be tensors; slicing it afterwards is free."""
     make = Maker()
-    return make.rule([], [((),) * len(t.shape) if t is not None else None for t in call.results])
+    return make.rule([()] * len(call.operands), [((),) * len(t.shape) if t is not None else None for t in call.results])

@@ -125,8 +125,8 @@ define(*named("index index_put"), indexes=_of_each_dim)
 define(
     *named("_embedding_bag _embedding_bag_forward_only"), indexes=one_index("indices", lambda call: call.shapes[0][0])
 )
-define("aten.max_unpool2d", indexes=one_index("indices", lambda call: math.prod(call["output_size"])))
-define("aten.multi_margin_loss", indexes=one_index("target", lambda call: call.shapes[0][-1]))
+define(*named("max_unpool2d max_unpool3d"), indexes=one_index("indices", lambda call: math.prod(call["output_size"])))
+define("aten.multi_margin_loss", indexes=one_index("target", lambda call: (1, *call.shapes[0])[-1]))
 
 
 # --- values

@@ -82,6 +82,6 @@ def reduced_dims(call: OpCall, name: str = "dim") -> list[int]:
 
 def dims_told(dim: Any, rank: int) -> list[int]:
     """The dims of a tensor of a rank that a number, several or none (all) mean, counted from the front."""
-    if dim is None or (isinstance(dim, (list, tuple)) and not dim):
+    if not rank or dim is None or (isinstance(dim, (list, tuple)) and not dim):
         return list(range(rank))
-    return sorted({int(d) % max(rank, 1) for d in (dim if isinstance(dim, (list, tuple)) else [dim])})
+    return sorted({int(d) % rank for d in (dim if isinstance(dim, (list, tuple)) else [dim])})

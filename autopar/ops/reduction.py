@@ -19,7 +19,7 @@ from autopar.ir.rule import Labels, Rule
 from autopar.ops.along_dim import adds, carry, gathers, told_dim, whole_block
 from autopar.ops.column_sums import workspace_bytes
 from autopar.ops.dialect import lifts
-from autopar.ops.labels import Maker, all_float, reduced_dims
+from autopar.ops.labels import Maker, all_float, dims_told, reduced_dims
 from autopar.ops.registry import Block, Offset, define, named, register
 
 Tensor = torch.Tensor
@@ -137,12 +137,6 @@ def triangle(call: OpCall) -> Rule:
 # --- statistics as sums
 
 
-def _dims(x: Tensor, dim: Sequence[int] | int | None) -> list[int]:
-    if dim is None or (isinstance(dim, Sequence) and not dim):
-        return list(range(x.ndim))
-    return [d % max(x.ndim, 1) for d in ([dim] if isinstance(dim, int) else dim)]
-
-
 @lifts(aten.mean.default)
 def mean_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     """Sum over everything · 1/n."""
@@ -156,7 +150,7 @@ def mean_dim(
 ) -> Tensor:
     """Sum over dims · 1/n."""
     x = x if dtype is None else x.to(dtype)
-    dims = _dims(x, dim)
+    dims = dims_told(dim, x.ndim)
     return (_wide(x).sum(dims, keepdim) / math.prod(x.shape[d] for d in dims)).to(x.dtype)
 
 
@@ -210,13 +204,13 @@ def _inverse(n: float) -> float:
 @lifts(aten.var.correction)
 def var(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
     """Variance."""
-    return Variance.apply(x, _dims(x, dim), 1 if correction is None else correction, keepdim)
+    return Variance.apply(x, dims_told(dim, x.ndim), 1 if correction is None else correction, keepdim)
 
 
 @lifts(aten.var.dim)
 def var_dim(x: Tensor, dim: Any, unbiased: bool = True, keepdim: bool = False) -> Tensor:
     """Variance over dims."""
-    return Variance.apply(x, _dims(x, dim), int(unbiased), keepdim)
+    return Variance.apply(x, dims_told(dim, x.ndim), int(unbiased), keepdim)
 
 
 @lifts(aten.std.correction)
@@ -239,7 +233,7 @@ def vector_norm(
 ) -> Tensor:
     """The 1-norm and the 2-norm are sums."""
     x = x if dtype is None else x.to(dtype)
-    dims = _dims(x, dim)
+    dims = dims_told(dim, x.ndim)
     if ord == 2:
         return Root.apply(_squares(_wide(x)).sum(dims, keepdim)).to(x.dtype.to_real())
     if ord == 1:
@@ -279,7 +273,7 @@ def smallest(x: Tensor) -> Tensor:
 @lifts(aten.count_nonzero.dim_IntList)
 def count_nonzero_over(x: Tensor, dim: Sequence[int]) -> Tensor:
     """The number of elements that are not zero, as a sum."""
-    return (x != 0).sum(_dims(x, dim))
+    return (x != 0).sum(dims_told(dim, x.ndim))
 
 
 @lifts(aten.count_nonzero.default)
@@ -291,7 +285,7 @@ def count_nonzero(x: Tensor, dim: int | None = None) -> Tensor:
 @lifts(aten.logsumexp.default)
 def logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     """log(sum(exp(x - max))) + max."""
-    dims = _dims(x, dim)
+    dims = dims_told(dim, x.ndim)
     top = x.detach().amax(dims, True)
     top = torch.where(top.isinf(), torch.zeros_like(top), top)
     value = (x - top).exp().sum(dims, True).log() + top

@@ -231,6 +231,8 @@ class OpDef:
         drawn(call, device): the draws that it makes there in the kernel of its products. None: it makes none.
         localize(block): arguments that are others on a block than on the whole (shapes, offsets).
         globalize(call): the same arguments on the whole again, out of a call whose types are global already.
+        pieces: where its rule has a factor behind others in a dim, `localize` also tells it of the same part of every piece, as
+            microbatches have it.
     Messages of its own (the carried choices of its rule):
         sends(sending): what it sends along the axis.
         carrier: the function of the runtime that does it, told the axis by the keyword `along`. "": that of the op itself.
@@ -293,6 +295,7 @@ class OpDef:
     drawn: Callable[[OpCall, Device], Drawn | None] | None = None
     localize: Callable[[Block], dict[str, Any]] | None = None
     globalize: Callable[[OpCall], dict[str, Any]] | None = None
+    pieces: bool = False
     sends: Callable[[Sending], list[Sent]] | None = field(default=None, compare=False)
     carrier: str = ""
     always_carried: bool = False

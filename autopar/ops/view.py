@@ -1,4 +1,4 @@
-"""Views and what moves elements: reshapes, permutations, slices, joins, splits.
+"""Views and what moves elements: reshapes, permutations, windows, stacks (slices, joins and splits are `pieces`).
 
 Merged and split dims share factors: (b, s, h·d) to (b, s, h, d) is `b s (h d) -> b s h d`. A dim that is cut or grown
 stays whole.
@@ -46,6 +46,7 @@ define(*named("detach alias lift_fresh_copy contiguous lift_fresh lift resolve_c
 define(
     *named("view _unsafe_view reshape squeeze unsqueeze flatten unflatten _reshape_alias view_as reshape_as"),
     canonical="regroup",
+    pieces=True,
 )
 
 
@@ -138,42 +139,23 @@ def expand(call: OpCall) -> Rule:
     return make.rule([broadcast_labels(call.shapes[0], out, labels)], [labels], [{0}] if all_float(call) else [])
 
 
-def _touched(call: OpCall) -> set[int]:
-    """Dims whose elements an op of `resize` moves, which its arguments say: a size may stay as it was by chance."""
-    rank = len(call.shapes[0])
-    if "repeats" in call.arguments:
-        return {i for i, n in enumerate(call["repeats"][len(call["repeats"]) - rank :]) if n != 1}
-    return {int(call["dim" if "dim" in call.arguments else "dimension"]) % max(rank, 1)}
+@register("aten.unfold")
+def unfold(call: OpCall) -> Rule:
+    """Windows along a dim, which stays whole; all others pass."""
+    make, shape = Maker(), call.shapes[0]
+    labels = make.dims(shape, whole={int(call["dimension"]) % len(shape)})
+    dim = int(call["dimension"]) % len(shape)
+    result = tuple(() if i == dim else own for i, own in enumerate(labels))
+    return make.rule([labels], [(*result, ())], [{0}] if all_float(call) else [])
 
 
-@register(*named("slice unfold repeat slice_scatter"))
-def resize(call: OpCall) -> Rule:
-    """Dims that the op leaves alone pass; the others stay whole."""
-    make = Maker()
-    out = call.out_shape
-    shape = call.shapes[0]
-    lead = len(out) - len(shape) if call.op.startswith("aten.repeat") else 0
-    changed = _touched(call)
-    labels = tuple(make.add(f"d{i}", n, whole=i in changed) for i, n in enumerate(shape))
-    result: Labels = tuple(
-        labels[i - lead] if 0 <= i - lead < len(shape) and i - lead not in changed else () for i in range(len(out))
-    )
-    operands: list[Labels | None] = [labels]
-    for other in call.shapes[1:]:
-        operands.append(tuple(labels[i] if i not in changed else () for i in range(len(other))))
-    linear = [set(range(len(operands)))] if all_float(call) else []
-    return make.rule(operands, [result], linear)
-
-
-@register("aten.slice_backward", "aten.unfold_backward", **resized("input_sizes"))
-def slice_backward(call: OpCall) -> Rule:
-    """The sliced dim is whole in the result."""
-    make = Maker()
-    out = call.out_shape
+@register("aten.unfold_backward", **resized("input_sizes"))
+def unfold_backward(call: OpCall) -> Rule:
+    """The dim of the windows comes back whole."""
+    make, out = Maker(), call.out_shape
     dim = int(call["dim"]) % len(out)
     labels = tuple(() if i == dim else make.add(f"d{i}", n) for i, n in enumerate(out))
-    own = labels if len(call.shapes[0]) == len(out) else (*labels, ())
-    return make.rule([own], [labels], [{0}] if all_float(call) else [])
+    return make.rule([(*labels, ())], [labels], [{0}] if all_float(call) else [])
 
 
 @register("aten.select")
@@ -216,32 +198,17 @@ def select_scatter(call: OpCall) -> Rule:
     )
 
 
-@register(*named("cat stack split split_with_sizes unbind unsafe_split"))
-def join_or_split(call: OpCall) -> Rule:
-    """The dim of a join or split stays whole, all others pass."""
-    make = Maker()
-    result = next(t for t in call.results if t is not None).shape
-    inside = call.op.split(".")[1] in ("stack",)
-    rank = max(len(s) for s in call.shapes)
-    dim = int(call.get("dim", 0) or 0) % max(len(result) if inside else rank, 1)
-
-    def labels(shape: tuple[int, ...], has_dim: bool) -> Labels:
-        if call.op.split(".")[1] == "cat" and len(shape) < rank:
-            return ((),)  # `cat` leaves out empty operands of one dim, whatever the rank of the others
-        dims: list[tuple[str, ...]] = []
-        for i, n in enumerate(shape):
-            if has_dim and i == dim:
-                dims.append(())
-            else:
-                position = i if has_dim or i < dim else i + 1
-                dims.append(make.add(f"d{position}", n))
-        return tuple(dims)
-
-    unbinding = call.op.split(".")[1] == "unbind"
-    operands: list[Labels | None] = [labels(s, not inside) for s in call.shapes]
-    results: list[Labels | None] = [labels(t.shape, not unbinding) if t is not None else None for t in call.results]
-    linear = [set(range(len(operands)))] if all_float(call) else []
-    return make.rule(operands, results, linear)
+@register(*named("stack unbind"))
+def stack_or_unbind(call: OpCall) -> Rule:
+    """The dim that comes or goes is that of the tensors' numbers, which stays whole; all others pass."""
+    make, stacks = Maker(), call.op.startswith("aten.stack")
+    several = call.out_shape if stacks else call.shapes[0]
+    dim = int(call.get("dim", 0) or 0) % max(len(several), 1)
+    own = tuple(make.add(f"d{i}", n) for i, n in enumerate(several) if i != dim)
+    joined: Labels = (*own[:dim], (), *own[dim:])
+    operands: list[Labels | None] = [own] * len(call.shapes) if stacks else [joined]
+    results: list[Labels | None] = [joined] if stacks else [None if t is None else own for t in call.results]
+    return make.rule(operands, results, [set(range(len(operands)))] if all_float(call) else [])
 
 
 def _scatter(op: Any) -> None:

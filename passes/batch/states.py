@@ -273,7 +273,7 @@ class _CallPass:
 
     def _sharded(self, node: fx.Node, rule: Rule, reads: list[str], factor: str, part: Part) -> list[State]:
         """Results of an op on a shard: every operand that has the factor must be one along it."""
-        regroups = (definition := find(op_name(node.target))) is not None and definition.canonical == "regroup"
+        takes_pieces = (definition := find(op_name(node.target))) is not None and definition.pieces
         added = rule.added if factor in rule.summed else frozenset()
         terms = [
             v for k, v in enumerate(reads) if self.states[v] not in ("shard", "whole", *(["sum"] if k in added else []))
@@ -288,7 +288,7 @@ class _CallPass:
             if expected != _ends(self.dims.get(value, {}) if state == "shard" else {}):
                 self._couples(f"takes {value} along the batch, which has no batch dim (operand {k})", node)
         every_dim = (dim for labels in (*rule.operands, *rule.results) for dim in labels or ())
-        if not regroups and any(_is_minor(dim, factor, rule) for dim in every_dim):
+        if not takes_pieces and any(_is_minor(dim, factor, rule) for dim in every_dim):
             self._couples("has the batch as the minor part of a dim", node)
         states: list[State] = []
         for labels in rule.results:

@@ -7,7 +7,7 @@ B and W are apart, what W reads of B's values is returned by the backward functi
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.costmodel.bill import CallBill, Purpose, call_seconds
@@ -294,8 +294,17 @@ def _weights(planned: PlannedTemplate, body: Body) -> tuple[Function, tuple[str,
     param_grads = [following.result(g) for g in template.param_grads]
     read = {name for line in following.lines for name in line.reads()} | {name for name, _ in param_grads}
     later = tuple(dict.fromkeys(name for name in names if name in read))
+    if not later and any(name is not None for name, _ in param_grads):
+        later = _smallest(names, body)  # a call has its turn in W by what B leaves it, gradients that are constants too
     function = following.function(f"{template.name}_weights", later, (name for name, _ in param_grads), ())
     return _narrowed(function, planned), later, param_grads
+
+
+def _smallest(names: Sequence[str], body: Body) -> tuple[str, ...]:
+    """The name of the value of the fewest bytes that backward holds, if it holds any."""
+    types = {name: body.template.type_of(body.planned.value_of(key)) for key, (name, _) in body.held.items()}
+    sized = {name: type_.nbytes for name in names if (type_ := types[name]) is not None}
+    return (min(sized, key=lambda name: sized[name]),) if sized else ()
 
 
 def _make_again_ahead(planned: PlannedTemplate, body: Body) -> None:

@@ -227,6 +227,16 @@ def test_random_numbers_that_would_differ_between_ranks_are_refused_by_name() ->
     assert "differ from rank to rank" in message
 
 
+def test_statistics_that_an_op_keeps_for_its_own_backward_are_refused_where_they_are_read() -> None:
+    def normed(net: Net, x: Tensor) -> Tensor:
+        y, mean, _ = torch.native_layer_norm(net.first(x), (net.first.out_features,), None, None, 1e-5)
+        return y + mean
+
+    message = refusal(Net(normed))
+    assert "native_layer_norm" in message
+    assert "its result 1 is for its own backward" in message
+
+
 def test_an_error_of_the_model_itself_keeps_its_words_and_its_line() -> None:
     def forward(net: Net, x: Tensor) -> Tensor:
         return net.first(x) @ net.first(x)  # here

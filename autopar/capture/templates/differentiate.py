@@ -140,17 +140,23 @@ def _forward(segment: Segment, values: Sequence[Tensor]) -> list[Tensor]:
             raise
         except Exception as error:
             raise untraceable(node.target, source_of(node), error) from error
-        _check_dtypes(node, env[node])
+        _check(node, env[node])
         if is_cast(node):
             casts[node.args[0], node.kwargs["dtype"]] = env[node]
     return [env[w] for w in segment.writes]
 
 
-def _check_dtypes(node: fx.Node, value: Any) -> None:
-    """Raises CaptureError for what is computed in another dtype than captured."""
+def _check(node: fx.Node, value: Any) -> None:
+    """Raises CaptureError for what is computed in another dtype than captured, and for what is read and not computed."""
     captured = node.meta.get("val")
+    op = node.all_input_nodes[0].target if is_getitem(node) else node.target
+    if value is None and isinstance(captured, Tensor) and node.users:
+        number = node.args[1] if is_getitem(node) else 0
+        raise CaptureError(
+            f"{op} at {source_of(node)}: its result {number} is for its own backward, and is not computed here; compute what you "
+            "read of it from the op's input"
+        )
     if isinstance(value, Tensor) and isinstance(captured, Tensor) and value.dtype != captured.dtype:
-        op = node.all_input_nodes[0].target if is_getitem(node) else node.target
         raise CaptureError(
             f"{op} at {source_of(node)} gives {captured.dtype} from operands of several dtypes, and would give "
             f"{value.dtype} here; cast its operands to one dtype (x.to(dtype))"

@@ -144,7 +144,7 @@ MIXING: dict[str, Callable[[Tensor], Tensor]] = {
     "slice": lambda x: x[:4] * x[4:],
     "chunk": lambda x: x.chunk(2)[0],
     "select": lambda x: x[0],
-    "cat": lambda x: torch.cat([x, x]),
+    "cat": lambda x: torch.cat([x, x[:3]]),
     "unbind": lambda x: torch.stack(x.unbind(0)[:3]),
     "softmax": lambda x: x.softmax(0),
     "cumsum": lambda x: x.cumsum(0),

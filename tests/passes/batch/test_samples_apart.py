@@ -119,6 +119,11 @@ OF_WEIGHTS: dict[str, Callable[[Net], Tensor]] = {
     "stft": lambda net: torch.stft(
         net.last.weight.flatten(), 12, 6, window=torch.ones(12, dtype=net.last.weight.dtype), return_complex=True
     ).abs()[:WIDTH, :WIDTH],
+    "linspace": lambda net: net.last.weight * torch.linspace(net.codes[0, 0].detach(), 3.0, WIDTH, dtype=torch.float64),
+    "number along its dim": lambda net: net.last.weight * net.codes[0, 0].sum(0).mean(-1),
+    "similarity of vectors": lambda net: net.last.weight * F.cosine_similarity(net.codes[0], net.codes[1], 0),
+    "loss of one row": lambda net: net.last.weight * F.multi_margin_loss(net.codes[0], torch.tensor(2)),
+    "loss of one number": lambda net: net.last.weight * F.multi_margin_loss(net.codes[0, 0], torch.tensor(0)),
 }
 
 

@@ -1,0 +1,156 @@
+"""Slices, joins, splits and repeats: what takes a dim for pieces one after the other.
+
+Where the pieces are equal, `cat` of two batches is `b, b -> (k! b)`, and a slice between their boundaries `(k! b) -> b`: which
+piece it is stays whole, and where in a piece an element is goes through. Ranks do not share the latter, as no block of a
+dim is the same part of several pieces, but microbatches may: of every piece each has its part (`autopar.passes.batch`).
+Pieces of unequal sizes consist of smaller ones, the largest that they all consist of; where these have one element the
+dim stays whole.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from autopar.ir.call import OpCall
+from autopar.ir.rule import Labels, Rule
+from autopar.ops.labels import Maker, all_float
+from autopar.ops.registry import Block, named, register, resized
+
+_SHAPE = resized("input_sizes")
+
+
+class _Pieces:
+    """A dim of `size` elements, and runs in it that begin and are as long as whole numbers of pieces of `unit` elements."""
+
+    def __init__(self, make: Maker, dim: int, unit: int) -> None:
+        self._make, self.factor, self._unit = make, f"d{dim}", unit
+
+    def labels(self, name: str, size: int) -> tuple[str, ...]:
+        """A dim or run of so many elements: which piece, under a name of its own, and where in it."""
+        if self._unit <= 1 or size == 0:
+            return ()
+        return (*self._make.add(name, size // self._unit, whole=True), *self._make.add(self.factor, self._unit))
+
+
+def _dim(call: OpCall, rank: int) -> int:
+    return int(call.get("dim", 0) or 0) % max(rank, 1)
+
+
+def _run(call: OpCall, size: int) -> tuple[int, int, int]:
+    """First element of a slice, the element after its last, and the size of the pieces that both begin; the last is 1 where there
+    are gaps between its elements."""
+    start, end, step = slice(call.get("start"), call.get("end"), call.get("step", 1)).indices(size)
+    return start, end, math.gcd(size, start, end) if step == 1 and end > start else 1
+
+
+def _labels(make: Maker, shape: tuple[int, ...], dim: int, at: tuple[str, ...]) -> Labels:
+    """Labels of a tensor of which the op takes a dim for pieces. at: those of this dim."""
+    return tuple(at if i == dim else make.add(f"d{i}", n) for i, n in enumerate(shape))
+
+
+def _told_slice(block: Block, size: int) -> dict[str, Any]:
+    """Where the slice lies in a block of every piece. size: of the dim on the whole."""
+    start, end, unit = _run(block.call, size)
+    factor = f"d{_dim(block.call, len(block.call.shapes[0]))}"
+    if end - start == size or unit <= 1 or not block.axes_of(factor):
+        return {}
+    parts = block.parts(factor)
+    return {"start": start // parts, "end": end // parts}
+
+
+def _sliced_size(call: OpCall) -> int:
+    """The size of the dim that is sliced, of its own or of its gradient's result."""
+    shape = call.out_shape if call.op.startswith("aten.slice_backward") else call.shapes[0]
+    return shape[_dim(call, len(shape))]
+
+
+@register(
+    *named("slice slice_scatter"), localize=lambda block: _told_slice(block, _sliced_size(block.call)), pieces=True
+)
+def slice_of(call: OpCall) -> Rule:
+    """A slice of a dim, or a dim of which a slice is another tensor; all other dims pass."""
+    make, shape = Maker(), call.shapes[0]
+    dim = _dim(call, len(shape))
+    start, end, unit = _run(call, shape[dim])
+    pieces = _Pieces(make, dim, unit)
+    whole = _labels(make, shape, dim, pieces.labels("piece", shape[dim]))
+    part = _labels(make, shape, dim, pieces.labels("sliced", end - start))
+    scatters = call.op.startswith("aten.slice_scatter")
+    operands, result = ([whole, part], whole) if scatters else ([whole], part)
+    return make.rule([*operands], [result], [set(range(len(operands)))] if all_float(call) else [])
+
+
+@register(
+    "aten.slice_backward",
+    pieces=True,
+    localize=lambda block: _SHAPE["localize"](block) | _told_slice(block, _sliced_size(block.call)),
+    globalize=_SHAPE["globalize"],
+)
+def slice_backward(call: OpCall) -> Rule:
+    """The gradient of a slice: zeros but for the slice."""
+    make, out = Maker(), call.out_shape
+    dim = _dim(call, len(out))
+    start, end, unit = _run(call, out[dim])
+    pieces = _Pieces(make, dim, unit)
+    whole = _labels(make, out, dim, pieces.labels("piece", out[dim]))
+    part = _labels(make, out, dim, pieces.labels("sliced", end - start))
+    return make.rule([part], [whole], [{0}] if all_float(call) else [])
+
+
+@register("aten.cat", pieces=True)
+def cat(call: OpCall) -> Rule:
+    """The joined dim is in pieces of what the sizes of the operands have in common; all other dims pass."""
+    make, out = Maker(), call.out_shape
+    dim = _dim(call, len(out))
+    ranked = [shape for shape in call.shapes if len(shape) == len(out)]
+    pieces = _Pieces(make, dim, math.gcd(*(shape[dim] for shape in ranked)))
+    operands: list[Labels | None] = []
+    for k, shape in enumerate(call.shapes):
+        if len(shape) < len(out):
+            operands.append(((),))  # `cat` leaves out empty operands of one dim, whatever the rank of the others
+        else:
+            operands.append(_labels(make, shape, dim, pieces.labels(f"pieces{k}", shape[dim])))
+    result = _labels(make, out, dim, pieces.labels("piece", out[dim]))
+    return make.rule(operands, [result], [set(range(len(operands)))] if all_float(call) else [])
+
+
+def _told_split(block: Block) -> dict[str, Any]:
+    """The sizes of what a split makes, of a block of every piece."""
+    call = block.call
+    factor = f"d{_dim(call, len(call.shapes[0]))}"
+    if not block.axes_of(factor):
+        return {}
+    parts = block.parts(factor)
+    sizes = {name: call.get(name) for name in ("split_size", "split_sizes") if call.get(name) is not None}
+    return {
+        name: [n // parts for n in size] if isinstance(size, (list, tuple)) else size // parts
+        for name, size in sizes.items()
+    }
+
+
+@register(*named("split split_with_sizes unsafe_split"), localize=_told_split, pieces=True)
+def split(call: OpCall) -> Rule:
+    """The split dim is in pieces of what the sizes of the results have in common; all other dims pass."""
+    make, shape = Maker(), call.shapes[0]
+    dim = _dim(call, len(shape))
+    sizes = [t.shape[dim] for t in call.results if t is not None]
+    told = call.get("split_size")
+    pieces = _Pieces(make, dim, math.gcd(shape[dim], *sizes, *([told] if isinstance(told, int) else told or [])))
+    results: list[Labels | None] = [
+        None if t is None else _labels(make, t.shape, dim, pieces.labels(f"pieces{k}", t.shape[dim]))
+        for k, t in enumerate(call.results)
+    ]
+    operand = _labels(make, shape, dim, pieces.labels("piece", shape[dim]))
+    return make.rule([operand], results, [{0}] if all_float(call) else [])
+
+
+@register("aten.repeat", pieces=True)
+def repeat(call: OpCall) -> Rule:
+    """A dim that is repeated is one piece of the result's."""
+    make, shape, out = Maker(), call.shapes[0], call.out_shape
+    lead = len(out) - len(shape)
+    own, result = make.dims(shape), []
+    for i, (n, grown) in enumerate(zip(shape, out[lead:], strict=True)):
+        result.append((*make.add(f"piece{i}", grown // n, whole=True), *own[i]) if n and grown else ())
+    return make.rule([own], [((),) * lead + tuple(result)], [{0}] if all_float(call) else [])
