@@ -59,6 +59,8 @@ def index_along(call: OpCall) -> Rule:
         else:
             operands.append(tuple(picked for _ in s))
     out = tuple(picked if i == dim else d if same[i] or packet != "gather" else () for i, d in enumerate(labels))
+    if reading and not call.out_shape:  # an index that is a number reads a number
+        out = ()
     return make.rule(operands, [out if reading else labels], added={0} if adding else ())
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from autopar.ir.call import OpCall
+from autopar.ir.call import OpCall, Operand
 from autopar.ir.rule import Labels, Rule
 from autopar.ops.dialect import empty_like, graph_op, lifts
 from autopar.ops.labels import Maker, leading
@@ -264,7 +264,7 @@ def l1_loss(x: Tensor, y: Tensor, reduction: int = MEAN) -> Tensor:
 @register(
     *named(
         "smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward binary_cross_entropy "
-        "binary_cross_entropy_backward binary_cross_entropy_with_logits"
+        "binary_cross_entropy_backward binary_cross_entropy_with_logits soft_margin_loss soft_margin_loss_backward"
     )
 )
 def elementwise_loss(call: OpCall) -> Rule:
@@ -296,6 +296,45 @@ def bce_with_logits(
 def bce(x: Tensor, y: Tensor, weight: Tensor | None = None, reduction: int = MEAN) -> Tensor:
     """Log-loss of probabilities, clamped as torch does."""
     return _reduced(aten.binary_cross_entropy.default(x, y, weight, NONE), reduction)
+
+
+@lifts(aten.soft_margin_loss.default)
+def soft_margin_loss(x: Tensor, y: Tensor, reduction: int = MEAN) -> Tensor:
+    """Log-loss of the product of scores and signs."""
+    return _reduced(aten.soft_margin_loss.default(x, y, NONE), reduction)
+
+
+@register(
+    *named(
+        "multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_forward multilabel_margin_loss_backward"
+    )
+)
+def margin_loss(call: OpCall) -> Rule:
+    """Row by row before it is reduced, which is what our programs have of it; all classes of a row are compared."""
+    make, apart = Maker(), call["reduction"] == NONE and len(call.operand("self").shape) == 2
+    weight = call.get("weight")
+
+    def labels(shape: tuple[int, ...], has_rows: bool = True) -> Labels:
+        return tuple(make.add("n", size) if apart and has_rows and i == 0 else () for i, size in enumerate(shape))
+
+    operands: list[Labels | None] = [labels(s, Operand(k) != weight) for k, s in enumerate(call.shapes)]
+    return make.rule(operands, [labels(t.shape) if t is not None else None for t in call.results])
+
+
+@lifts(aten.multi_margin_loss.default)
+def multi_margin_loss(
+    x: Tensor, target: Tensor, p: float = 1, margin: float = 1, weight: Tensor | None = None, reduction: int = MEAN
+) -> Tensor:
+    """The margins of all classes to the one that is right."""
+    each = NONE if x.ndim == 2 else SUM
+    return _reduced(aten.multi_margin_loss.default(x, target, p, margin, weight, each), reduction)
+
+
+@lifts(aten.multilabel_margin_loss.default)
+def multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int = MEAN) -> Tensor:
+    """The margins of all classes to those that are right."""
+    each = NONE if x.ndim == 2 else SUM
+    return _reduced(aten.multilabel_margin_loss.default(x, target, each), reduction)
 
 
 @lifts(aten.kl_div.default)

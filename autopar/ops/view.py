@@ -143,8 +143,8 @@ def expand(call: OpCall) -> Rule:
 def unfold(call: OpCall) -> Rule:
     """Windows along a dim, which stays whole; all others pass."""
     make, shape = Maker(), call.shapes[0]
-    labels = make.dims(shape, whole={int(call["dimension"]) % len(shape)})
-    dim = int(call["dimension"]) % len(shape)
+    dim = int(call["dimension"]) % max(len(shape), 1)
+    labels = make.dims(shape, whole={dim})
     result = tuple(() if i == dim else own for i, own in enumerate(labels))
     return make.rule([labels], [(*result, ())], [{0}] if all_float(call) else [])
 
@@ -153,7 +153,7 @@ def unfold(call: OpCall) -> Rule:
 def unfold_backward(call: OpCall) -> Rule:
     """The dim of the windows comes back whole."""
     make, out = Maker(), call.out_shape
-    dim = int(call["dim"]) % len(out)
+    dim = int(call["dim"]) % max(len(out), 1)
     labels = tuple(() if i == dim else make.add(f"d{i}", n) for i, n in enumerate(out))
     return make.rule([(*labels, ())], [labels], [{0}] if all_float(call) else [])
 

@@ -15,8 +15,6 @@ FAST = NAMES[::7]
 REFUSED = {
     "loss/gathered": "which sample a row is depends on arange(batch)",
     "loss/gaussian": "torch's function branches on its data",
-    "loss/multi_margin": "one op in ATen, which takes the mean over samples itself",
-    "loss/soft_margin": "one op in ATen, which takes the mean over samples itself",
     "indexing/isin": "no rule",
 }
 """Models that are refused although their samples are independent; all but the second only in microbatches."""

@@ -147,7 +147,7 @@ def _forward(segment: Segment, values: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _check(node: fx.Node, value: Any) -> None:
-    """Raises CaptureError for what is computed in another dtype than captured, and for what is read and not computed."""
+    """Raises CaptureError for what is computed in another dtype or shape than captured, and for what is read and not computed."""
     captured = node.meta.get("val")
     op = node.all_input_nodes[0].target if is_getitem(node) else node.target
     if value is None and isinstance(captured, Tensor) and node.users:
@@ -160,6 +160,11 @@ def _check(node: fx.Node, value: Any) -> None:
         raise CaptureError(
             f"{op} at {source_of(node)} gives {captured.dtype} from operands of several dtypes, and would give "
             f"{value.dtype} here; cast its operands to one dtype (x.to(dtype))"
+        )
+    if isinstance(value, Tensor) and isinstance(captured, Tensor) and node.users and value.shape != captured.shape:
+        raise CaptureError(
+            f"{op} at {source_of(node)} has a result of shape {tuple(value.shape)}, which torch traces as "
+            f"{tuple(captured.shape)}; give it operands with a batch dim"
         )
 
 

@@ -119,6 +119,11 @@ OF_WEIGHTS: dict[str, Callable[[Net], Tensor]] = {
     "stft": lambda net: torch.stft(
         net.last.weight.flatten(), 12, 6, window=torch.ones(12, dtype=net.last.weight.dtype), return_complex=True
     ).abs()[:WIDTH, :WIDTH],
+    "gather of a number": lambda net: net.last.weight * net.codes[0].gather(0, torch.tensor(2)),
+    "scatter_add of a number": lambda net: (
+        net.last.weight * net.codes[0].scatter_add(0, torch.tensor(2), net.codes[1, 1])
+    ),
+    "windows of a number": lambda net: net.last.weight * net.codes[0, 0].unfold(0, 1, 1),
     "linspace": lambda net: net.last.weight * torch.linspace(net.codes[0, 0].detach(), 3.0, WIDTH, dtype=torch.float64),
     "number along its dim": lambda net: net.last.weight * net.codes[0, 0].sum(0).mean(-1),
     "similarity of vectors": lambda net: net.last.weight * F.cosine_similarity(net.codes[0], net.codes[1], 0),
