@@ -79,6 +79,16 @@ def _gaussian_nll_loss(func: Any, hold: Hold) -> Callable[..., Tensor]:
     return run
 
 
+def _linear_cross_entropy(func: Any, hold: Hold) -> Callable[..., Tensor]:
+    """The loss over logits, whatever eager PyTorch is told of computing it in chunks: a program does so where that pays
+    (`autopar.capture.graph.head_losses`)."""
+
+    def run(*args: Any, options: Any = None, **named: Any) -> Tensor:
+        return func(*args, **named)
+
+    return run
+
+
 def _instance_norm(func: Any, hold: Hold) -> Callable[..., Tensor]:
     """The norm with the update of running statistics, which torch hides in the op: means over samples of what each has."""
 
@@ -160,6 +170,7 @@ _REWRITTEN: dict[Any, Callable[[Any, Hold], Callable[..., Any]]] = {
     F.ctc_loss: _ctc_loss,
     torch.ctc_loss: _ctc_loss,
     F.gaussian_nll_loss: _gaussian_nll_loss,
+    F.linear_cross_entropy: _linear_cross_entropy,
     F.instance_norm: _instance_norm,
     torch.cov: _cov,
     Tensor.cov: _cov,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
@@ -48,3 +49,25 @@ def test_a_class_that_is_none_stops_the_program(wrong: int) -> None:
 def test_what_the_module_itself_refuses_keeps_its_words() -> None:
     with pytest.raises(autopar.CaptureError, match="same size in the batch dimension"):
         compiled(Classifier("loss"), (X, CLASSES[:4]))
+
+
+class Head(nn.Module):
+    """Logits that no module has: torch computes the loss in chunks of rows."""
+
+    def __init__(self, reduction: str) -> None:
+        super().__init__()
+        self.first, self.head, self.reduction = nn.Linear(16, 16), nn.Linear(16, 20, bias=False), reduction
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        chunked = nn.LinearCrossEntropyOptions(batch_chunk_size=4)
+        rows = F.linear_cross_entropy(
+            self.first(x).tanh(), self.head.weight, y, reduction=self.reduction, options=chunked
+        )
+        return rows.mean()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_loss_that_torch_computes_in_chunks_is_sharded_as_one_of_logits(reduction: str) -> None:
+    program = assert_equal_to_eager(Head(reduction), (X, CLASSES))
+    ops = {call.op for template in program.ir.templates.values() for call in template.op_calls.values()}
+    assert not any("linear_cross_entropy" in op for op in ops)
