@@ -134,6 +134,19 @@ def search(call: OpCall) -> Rule:
     return make.rule(rows, [labels])
 
 
+@register("aten.isin")
+def among(call: OpCall) -> Rule:
+    """Each element is looked for by itself, in all of the others."""
+    make = Maker()
+    labels = make.dims(call.out_shape)
+    rows: list[Labels | None] = [
+        labels if argument == call.get("elements") else ((),) * len(call.operands[argument.index].shape)
+        for argument in call.arguments.values()
+        if isinstance(argument, Operand)
+    ]
+    return make.rule(rows, [labels])
+
+
 @register("aten.masked_scatter", "aten.masked_scatter_backward")
 def counted(call: OpCall) -> Rule:
     """Positions depend on how many came before: whole."""

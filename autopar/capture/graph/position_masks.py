@@ -9,8 +9,9 @@ unknown (None), and a mask that is unknown stays.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -70,8 +71,10 @@ def without_position_masks(graph: fx.Graph, computed: int = COMPUTED) -> None:
                 _set_mask(node, causal=True)
 
 
-def known_values(graph: fx.Graph, wanted: Sequence[fx.Node], computed: int) -> dict[fx.Node, Known]:
-    """Facts that are known of these nodes and of all that they are computed from."""
+def known_values(
+    graph: fx.Graph, wanted: Sequence[fx.Node], computed: int, given: Mapping[fx.Node, Tensor] = MappingProxyType({})
+) -> dict[fx.Node, Known]:
+    """Facts that are known of these nodes and of all that they are computed from. given: values of constants."""
     needed: set[fx.Node] = set()
     waiting = list(wanted)
     while waiting:
@@ -82,7 +85,7 @@ def known_values(graph: fx.Graph, wanted: Sequence[fx.Node], computed: int) -> d
     values: dict[fx.Node, Known] = {}
     for node in graph.nodes:
         if node in needed:
-            values[node] = _value(node, values, computed)
+            values[node] = given[node] if node in given else _value(node, values, computed)
     return values
 
 

@@ -23,6 +23,7 @@ from autopar.capture.exported import Exported
 from autopar.capture.graph.bags import with_bags
 from autopar.capture.graph.channels_last import is_kept
 from autopar.capture.graph.position_masks import without_position_masks
+from autopar.capture.graph.row_picks import with_gathers
 from autopar.ir.types import TensorType
 
 aten = torch.ops.aten
@@ -43,11 +44,12 @@ def tidied(exported: Exported) -> Exported:
             node.replace_all_uses_with(same)
             graph.erase_node(node)
     without_position_masks(graph)
+    held = [n for n in graph.nodes if n.op == "placeholder" and exported.kinds[n.name][0] == "constant"]
+    with_gathers(graph, {n: exported.constants[exported.kinds[n.name][1]] for n in held})
     for node in graph.nodes:
         if node.target is aten.scaled_dot_product_attention.default:
             _without_repeats(node)
     remove_dead_code(graph)
-    held = [n for n in graph.nodes if n.op == "placeholder" and exported.kinds[n.name][0] == "constant"]
     unread = [n for n in held if not n.users]
     read = {exported.kinds[n.name][1] for n in held if n.users}
     gone = {exported.kinds[n.name][1] for n in unread} - read  # constants that hold the same have one name
