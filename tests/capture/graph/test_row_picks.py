@@ -59,6 +59,7 @@ def _batch(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, y, z
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_picked_of_every_row_trains_in_microbatches(case: str) -> None:
     torch.manual_seed(0)

@@ -92,6 +92,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("case", CASES)
 def test_joined_batches_train_as_in_eager(case: str, options: str) -> None:

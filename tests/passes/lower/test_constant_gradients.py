@@ -28,6 +28,7 @@ class Scaled(nn.Module):
         return (self.last(self.first(x).tanh()).mean(1) * self.step(self.w).mean()).pow(2).mean()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "options",
     [
