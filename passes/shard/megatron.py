@@ -248,12 +248,19 @@ def _is_product(template: Template, node: fx.Node, rule: Rule) -> bool:
 
 def _has_features(op: BatchedOp) -> bool:
     """Whether an op on values of the batch has an index beside those of batch and sequence: a second one, or any where the
-    sequence is part of the batch's index; or works along an index as a whole, as a norm does."""
+    sequence is part of the batch's index; or works along an index as a whole, as a norm does. Which of the pieces of a dim, and
+    where in it, are no indices of features."""
     held = op.of.dims.get(op.template.name, {})
     floats = (v for v in operand_values(op.node) if v in held and op.template.type_of(v).is_float)
-    others = [f for name, f in op.rule.factors.items() if name not in op.batch and f.size > 1]
+    others = [f for name, f in op.rule.factors.items() if name not in (*op.batch, *_pieces(op.rule)) and f.size > 1]
     merged = any(part.inner > 1 for part in op.batch.values())
     return any(floats) and (len(others) > 1 or bool(others and merged) or any(f.whole for f in others))
+
+
+def _pieces(rule: Rule) -> set[str]:
+    """Factors of dims that joins and splits take for pieces, of which there are whole ones."""
+    dims = (dim for labels in (*rule.operands, *rule.results) for dim in labels or ())
+    return {f for dim in dims if len(dim) > 1 and rule.factors[dim[0]].whole for f in dim}
 
 
 def _factors(tensors: Iterable[Labels | None]) -> set[str]:

@@ -73,6 +73,16 @@ def _histc(draw: Draw, _: str) -> Case:
     return call(aten.histc.default, draw.f(*draw.shape(1, 2)), 5, *draw.pick((-1.0, 1.0), (0, 0)))
 
 
+@makes("aten.isin")
+def _isin(draw: Draw, _: str) -> Case:
+    return call(
+        aten.isin.Tensor_Tensor,
+        draw.i(6, *draw.shape(0, 3)),
+        draw.i(6, *draw.shape(0, 2)),
+        invert=draw.pick(True, False),
+    )
+
+
 @makes("aten.bucketize", "aten.searchsorted")
 def _search(draw: Draw, name: str) -> Case:
     lead, n, m = draw.shape(1, 2), draw.size(), draw.size()

@@ -8,6 +8,8 @@ from autopar.ops import ctc, head_loss, loss
 from tests.ops.execution import Case
 from tests.ops.generators import Draw, call, makes, overload
 
+aten = torch.ops.aten
+
 
 @makes(
     "autopar.sumexp",
@@ -41,6 +43,8 @@ def _loss(draw: Draw, name: str) -> Case:
     "aten.binary_cross_entropy",
     "aten.binary_cross_entropy_backward",
     "aten.binary_cross_entropy_with_logits",
+    "aten.soft_margin_loss",
+    "aten.soft_margin_loss_backward",
 )
 def _elementwise_loss(draw: Draw, name: str) -> Case:
     shape = draw.shape(1, 3)
@@ -48,11 +52,33 @@ def _elementwise_loss(draw: Draw, name: str) -> Case:
     backward, reduction = (g,) if name.endswith("_backward") else (), draw.pick(0, 0, 0, 1, 2)
     if backward and reduction:
         backward = (draw.f(),)
+    if "soft_margin" in name:
+        return call(overload(name), *backward, x, (y - 0.5).sign(), reduction)
     if "cross_entropy" not in name:
         return call(overload(name), *backward, x, y, reduction, 0.3)
     weights = [draw.f(*shape).sigmoid() if draw.pick(True, False) else None]
     weights += [None] * name.endswith("with_logits")
     return call(overload(name), *backward, x, y, *weights, reduction)
+
+
+@makes(
+    "aten.multi_margin_loss",
+    "aten.multi_margin_loss_backward",
+    "aten.multilabel_margin_loss_forward",
+    "aten.multilabel_margin_loss_backward",
+)
+def _margin_loss(draw: Draw, name: str) -> Case:
+    """Rows of classes, or one row."""
+    x, reduction = draw.f(*draw.shape(1, 2)), draw.pick(0, 0, 0, 1, 2)
+    rows, classes = x.shape[:-1], x.shape[-1]
+    g = (draw.f(*rows if reduction == 0 else ()),) if name.endswith("_backward") else ()
+    if "multilabel" in name:
+        target = torch.stack([draw.i(classes, *rows), torch.full(rows, -1)], -1)[..., :classes]
+        target = torch.cat([target, torch.full((*rows, classes - target.shape[-1]), -1)], -1)
+        known = aten.multilabel_margin_loss_forward(x, target, reduction)[1:] if g else ()
+        return call(overload(name), *g, x, target, reduction, *known)
+    weight = draw.f(classes).sigmoid() if draw.pick(True, False) else None
+    return call(overload(name), *g, x, draw.i(classes, *rows), draw.pick(1, 2), 0.7, weight, reduction)
 
 
 @makes("autopar.linear_cross_entropy", "autopar.times")

@@ -67,8 +67,11 @@ def _slice(draw: Draw, name: str) -> Case:
 def _slice_backward(draw: Draw, _: str) -> Case:
     x = draw.f(*draw.shape())
     dim = draw.dim(x.ndim)
-    g = aten.slice.Tensor(x, dim, 1, 9, 2)
-    return call(aten.slice_backward.default, g.clone(), list(x.shape), dim, 1, 9, 2)
+    run = draw.pick(
+        (1, 9, 2), (0, x.shape[dim], 1), (0, max(x.shape[dim] // 2, 1), 1), (x.shape[dim] // 2, x.shape[dim], 1)
+    )
+    g = aten.slice.Tensor(x, dim, *run)
+    return call(aten.slice_backward.default, g.clone(), list(x.shape), dim, *run)
 
 
 @makes("aten.unfold")
