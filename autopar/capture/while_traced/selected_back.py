@@ -23,13 +23,15 @@ def _set(x: Any, index: Any, value: Any) -> None:
 
 
 def set_rows(func: Any, args: Any, masks: RowMasks) -> bool:
-    """Whether a call writes a tensor to the rows that a mask selects; it is written. Its rows are those of the mask one after
-    another, of which there must be as many, or one for all."""
-    if func is not Tensor.__setitem__ or len(args) != 3 or not all(isinstance(args[i], Tensor) for i in (0, 2)):
+    """Whether a call writes a tensor, or a number, to the rows that a mask selects; it is written. Its rows are those of the mask
+    one after another, of which there must be as many, or one for all."""
+    if func is not Tensor.__setitem__ or len(args) != 3 or not isinstance(args[0], Tensor):
         return False
     x, index, value = args
-    found = mask_among(index)
-    if found is None or not value.ndim or x.shape[found[0] : found[0] + found[1].ndim] != found[1].shape:
+    if isinstance(value, (bool, int, float)):
+        value = torch.full((), value, dtype=x.dtype, device=x.device)
+    found = mask_among(index) if isinstance(value, Tensor) else None
+    if found is None or x.shape[found[0] : found[0] + found[1].ndim] != found[1].shape:
         return False
     (dim, mask), features = found, x.ndim - found[0] - found[1].ndim
     value = value.to(x.dtype)

@@ -1,10 +1,12 @@
-"""`x[arange(n), y]` and its kin are gathers, so that every row stays by itself; what is written twice stays as it is."""
+"""`x[arange(n), y]` and its kin are gathers, and `x[mask] = 0` is a choice element by element, so that every row stays by itself;
+what is written twice stays as it is."""
 
 from __future__ import annotations
 
 import copy
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +38,16 @@ def _written(h: Tensor, m: Tensor, y: Tensor, z: Tensor) -> Tensor:
     return h
 
 
+def _masked(mask: Callable[[Tensor, Tensor], Any], value: Callable[[Tensor, Tensor], Any]) -> Pick:
+    def pick(h: Tensor, m: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        h = h.clone()
+        h[mask(h, y)] = value(m, y)
+        return h
+
+    return pick
+
+
+COLUMNS = torch.tensor([True, False, True, False, False])
 CASES: dict[str, Pick] = {
     "likelihood": lambda h, m, y, z: h.log_softmax(-1)[torch.arange(len(y)), y],
     "best": lambda h, m, y, z: h[NUMBERS, h.argmax(-1)],
@@ -49,6 +61,10 @@ CASES: dict[str, Pick] = {
     "written": _written,
     "number written": lambda h, m, y, z: h * torch.zeros_like(h).index_put((NUMBERS, y), torch.ones((), dtype=h.dtype)),
     "added": lambda h, m, y, z: h.index_put((NUMBERS[:, None], torch.stack([y, y], 1)), m[:, 0, :2], accumulate=True),
+    "number where a mask is true": _masked(lambda h, y: (h < 0) & (h > -1), lambda m, y: 0.5),
+    "rows of a mask": _masked(lambda h, y: y > 2, lambda m, y: 1),
+    "columns of a mask": _masked(lambda h, y: (slice(None), COLUMNS), lambda m, y: 2.0),
+    "computed number": _masked(lambda h, y: h < 0, lambda m, y: torch.ones(3, dtype=m.dtype).sum() / 7),
 }
 
 
