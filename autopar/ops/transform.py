@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.autograd import Function
 
 from autopar.ir.call import OpCall
 from autopar.ir.rule import Labels, Rule
-from autopar.ops.dialect import lifts
+from autopar.ops.dialect import empty_like, graph_op, lifts
 from autopar.ops.labels import Maker, all_float, leading, reduced_dims
 from autopar.ops.registry import define, named, register
+from autopar.runtime.kernels import ops as local
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -93,3 +97,32 @@ def of_matrices(call: OpCall) -> Rule:
     matrices = (t.shape for t in call.operands if t.is_float)  # pivots are lists
     batched = all(len(s) == len(first) or s == of_lists for s in matrices)
     return leading(call, len(lead) if alike and batched else 0)
+
+
+@graph_op(
+    "matrix_exp_grad(Tensor x, Tensor g) -> Tensor",
+    local.matrix_exp_grad,
+    empty_like,
+    linear=lambda call: [{1}],
+    dear=True,
+)
+def matrix_exp_grad(call: OpCall) -> Rule:
+    """Batch dims of matrices pass; in the gradient that comes in it is linear, which nobody sees in an exponential of both."""
+    return leading(call, len(call.shapes[0]) - 2)
+
+
+class MatrixExponential(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return aten.linalg_matrix_exp.default(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return matrix_exp_grad(*ctx.saved_tensors, g)
+
+
+@lifts(aten.linalg_matrix_exp.default, aten.matrix_exp.default)
+def matrix_exp(x: Tensor) -> Tensor:
+    """The exponential of square matrices."""
+    return MatrixExponential.apply(x)

@@ -6,7 +6,17 @@ from typing import Any
 
 import torch
 
-from autopar.ops import attention, batch_norm, contraction, embedding, grouped, integers, normalization, recurrence
+from autopar.ops import (
+    attention,
+    batch_norm,
+    contraction,
+    embedding,
+    grouped,
+    integers,
+    normalization,
+    recurrence,
+    transform,
+)
 from tests.ops.execution import Case
 from tests.ops.generators import Draw, aten, call, makes, overload
 
@@ -282,6 +292,7 @@ def _solve(draw: Draw, name: str) -> Case:
         f"aten.{name}"
         for name in ("_linalg_eigh", "_linalg_svd", "_linalg_det", "_linalg_slogdet", "linalg_matrix_exp")
     ),
+    "autopar.matrix_exp_grad",
 )
 def _of_matrices(draw: Draw, name: str) -> Case:
     """Batches of matrices; those on the right may be one for all, or a list for each."""
@@ -289,6 +300,8 @@ def _of_matrices(draw: Draw, name: str) -> Case:
     root = draw.f(*lead, n, n)
     a = root @ root.mT / (4 * n) + 2 * torch.eye(n, dtype=torch.float64)
     b = draw.f(*lead, n, r)
+    if name == "autopar.matrix_exp_grad":
+        return call(transform.matrix_exp_grad, a, root)
     if name == "aten._linalg_solve_ex":
         return call(overload(name), a, draw.pick(b, draw.f(n, r), draw.f(*lead, n)))
     if name == "aten.cholesky_solve":

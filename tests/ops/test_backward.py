@@ -351,3 +351,8 @@ def test_cross_entropy_of_one_tile(dim: int, dtype: torch.dtype, offsets: list[i
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     torch.testing.assert_close(lse - picked, loss.detach(), rtol=tolerance, atol=tolerance * 100)
     torch.testing.assert_close(grad, *torch.autograd.grad(loss, whole, g), rtol=tolerance, atol=tolerance * 10)
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (3, 2, 2), (2, 0, 0)])
+def test_exponential_of_matrices(shape: tuple[int, ...]) -> None:
+    assert_equal_gradients(LIFT[aten.matrix_exp.default], torch.matrix_exp, f(*shape))

@@ -332,6 +332,16 @@ def count_chosen(chosen: Tensor, n: int, one_hot: bool, dtype: torch.dtype) -> T
     return counts.scatter_add_(0, named, torch.ones_like(named, dtype=dtype))[:n]
 
 
+# --- matrices ---------------------------------------------------------------------------------------------------------
+
+
+def matrix_exp_grad(x: Tensor, g: Tensor) -> Tensor:
+    """Gradient of the exponential of square matrices: the upper right block of that of ((xᴴ, g), (0, xᴴ))."""
+    across = x.mH
+    upper, lower = torch.cat([across, g], -1), torch.cat([torch.zeros_like(across), across], -1)
+    return torch.linalg.matrix_exp(torch.cat([upper, lower], -2))[..., : x.shape[-1], x.shape[-1] :]
+
+
 # --- randomness -------------------------------------------------------------------------------------------------------
 
 

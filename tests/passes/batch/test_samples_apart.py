@@ -124,6 +124,7 @@ OF_WEIGHTS: dict[str, Callable[[Net], Tensor]] = {
         net.last.weight * net.codes[0].scatter_add(0, torch.tensor(2), net.codes[1, 1])
     ),
     "windows of a number": lambda net: net.last.weight * net.codes[0, 0].unfold(0, 1, 1),
+    "matrix_exp": lambda net: torch.matrix_exp(net.last.weight - net.last.weight.t()),
     "linspace": lambda net: net.last.weight * torch.linspace(net.codes[0, 0].detach(), 3.0, WIDTH, dtype=torch.float64),
     "number along its dim": lambda net: net.last.weight * net.codes[0, 0].sum(0).mean(-1),
     "similarity of vectors": lambda net: net.last.weight * F.cosine_similarity(net.codes[0], net.codes[1], 0),
