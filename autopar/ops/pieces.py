@@ -4,7 +4,7 @@ Where the pieces are equal, `cat` of two batches is `b, b -> (k! b)`, and a slic
 piece it is stays whole, and where in a piece an element is goes through. Ranks do not share the latter, as no block of a
 dim is the same part of several pieces, but microbatches may: of every piece each has its part (`autopar.passes.batch`).
 Pieces of unequal sizes consist of smaller ones, the largest that they all consist of; where these have one element the
-dim stays whole.
+dim stays whole. Every second element is the minor end of a dim, `(b k!) -> b`, whose blocks ranks may have too.
 """
 
 from __future__ import annotations
@@ -37,11 +37,21 @@ def _dim(call: OpCall, rank: int) -> int:
     return int(call.get("dim", 0) or 0) % max(rank, 1)
 
 
-def _run(call: OpCall, size: int) -> tuple[int, int, int]:
-    """First element of a slice, the element after its last, and the size of the pieces that both begin; the last is 1 where there
-    are gaps between its elements."""
-    start, end, step = slice(call.get("start"), call.get("end"), call.get("step", 1)).indices(size)
-    return start, end, math.gcd(size, start, end) if step == 1 and end > start else 1
+def _run(call: OpCall, size: int) -> range:
+    """The elements of a dim that a slice takes."""
+    return range(*slice(call.get("start"), call.get("end"), call.get("step", 1)).indices(size))
+
+
+def _sliced(make: Maker, call: OpCall, dim: int, size: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Labels of a dim, and of a slice of it: of whole pieces, or of one element of every few."""
+    run = _run(call, size)
+    if run.step == 1:
+        pieces = _Pieces(make, dim, math.gcd(size, run.start, run.stop) if run else 1)
+        return pieces.labels("piece", size), pieces.labels("sliced", len(run))
+    if len(run) * run.step != size or run.stop != size:  # in a block it ends where the block does
+        return (), ()
+    each = make.add(f"d{dim}", len(run))
+    return (*each, *make.add("between", run.step, whole=True)), each
 
 
 def _labels(make: Maker, shape: tuple[int, ...], dim: int, at: tuple[str, ...]) -> Labels:
@@ -51,12 +61,11 @@ def _labels(make: Maker, shape: tuple[int, ...], dim: int, at: tuple[str, ...]) 
 
 def _told_slice(block: Block, size: int) -> dict[str, Any]:
     """Where the slice lies in a block of every piece. size: of the dim on the whole."""
-    start, end, unit = _run(block.call, size)
-    factor = f"d{_dim(block.call, len(block.call.shapes[0]))}"
-    if end - start == size or unit <= 1 or not block.axes_of(factor):
+    run, factor = _run(block.call, size), f"d{_dim(block.call, len(block.call.shapes[0]))}"
+    if len(run) == size or run.step > 1 or not block.axes_of(factor):
         return {}
     parts = block.parts(factor)
-    return {"start": start // parts, "end": end // parts}
+    return {"start": run.start // parts, "end": run.stop // parts}
 
 
 def _sliced_size(call: OpCall) -> int:
@@ -72,10 +81,8 @@ def slice_of(call: OpCall) -> Rule:
     """A slice of a dim, or a dim of which a slice is another tensor; all other dims pass."""
     make, shape = Maker(), call.shapes[0]
     dim = _dim(call, len(shape))
-    start, end, unit = _run(call, shape[dim])
-    pieces = _Pieces(make, dim, unit)
-    whole = _labels(make, shape, dim, pieces.labels("piece", shape[dim]))
-    part = _labels(make, shape, dim, pieces.labels("sliced", end - start))
+    of_whole, of_part = _sliced(make, call, dim, shape[dim])
+    whole, part = _labels(make, shape, dim, of_whole), _labels(make, shape, dim, of_part)
     scatters = call.op.startswith("aten.slice_scatter")
     operands, result = ([whole, part], whole) if scatters else ([whole], part)
     return make.rule([*operands], [result], [set(range(len(operands)))] if all_float(call) else [])
@@ -91,10 +98,8 @@ def slice_backward(call: OpCall) -> Rule:
     """The gradient of a slice: zeros but for the slice."""
     make, out = Maker(), call.out_shape
     dim = _dim(call, len(out))
-    start, end, unit = _run(call, out[dim])
-    pieces = _Pieces(make, dim, unit)
-    whole = _labels(make, out, dim, pieces.labels("piece", out[dim]))
-    part = _labels(make, out, dim, pieces.labels("sliced", end - start))
+    of_whole, of_part = _sliced(make, call, dim, out[dim])
+    whole, part = _labels(make, out, dim, of_whole), _labels(make, out, dim, of_part)
     return make.rule([part], [whole], [{0}] if all_float(call) else [])
 
 

@@ -75,7 +75,14 @@ def _written(net: Net, x: Tensor, u: Tensor) -> Tensor:
     return net.body(torch.cat([x, u]).slice_scatter(net.body(x), 0, 0, x.shape[0])).pow(3).mean()
 
 
+def _in_pairs(net: Net, x: Tensor) -> Tensor:
+    """A reward model: chosen and rejected answers take turns in the batch."""
+    scores = net.head(net.body(torch.stack([x, x.sin()], 1).flatten(0, 1)))
+    return -F.logsigmoid(scores[::2] - scores[1::2]).mean()
+
+
 CASES = {
+    "in pairs": (_in_pairs, 1),
     "two views": (_two_views, 2),
     "domains": (_domains, 2),
     "preferred": (_preferred, 2),
