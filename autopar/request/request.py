@@ -312,7 +312,10 @@ def _entry(program: Request, name: str, entry: Entry) -> Request:
             ema=entry.ema,
         )
     except AutoparError as error:
-        error.add_note(f"This is of entries[{name!r}].")
+        shared = (
+            " Its example inputs are those of the program, targets among them; Entry(example_inputs=…) gives it others."
+        )
+        error.add_note(f"This is of entries[{name!r}].{shared if entry.example_inputs is None else ''}")
         raise
 
 

@@ -14,6 +14,7 @@ from autopar.runtime.data.state_names import of_model
 from autopar.runtime.errors import CheckpointError, RuntimeProgramError
 from autopar.runtime.program.rows import DataShard
 from autopar.runtime.run.loaded import LoadedEntry, LoadedProgram
+from autopar.runtime.update.scheduler_steps import steps_taken
 
 
 class Step:
@@ -132,8 +133,8 @@ class Step:
             )
         return some[0]
 
-    def _epochs(self) -> list[int]:
-        return [one.last_epoch for one in self._session.updater.schedulers]
+    def _epochs(self) -> list[Any]:
+        return [steps_taken(one) for one in self._session.updater.schedulers]
 
     # ---- state
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim import lr_scheduler as lr
 
 import autopar
+from autopar.runtime.errors import RuntimeProgramError
 from autopar.runtime.program.manifest import Manifest
 from autopar.runtime.run.loaded import LoadedProgram
 from tests.script import loop_worker
@@ -132,3 +134,33 @@ def test_every_machine_makes_its_own_files_of_one_plan(folder: Path) -> None:
 def test_it_takes_what_compile_takes() -> None:
     taken, all_of = (inspect.signature(one).parameters for one in (autopar.parallelize, autopar.compile))
     assert [(name, taken[name].default) for name in all_of] == [(name, one.default) for name, one in all_of.items()]
+
+
+def mean(out: torch.Tensor) -> torch.Tensor:
+    return out.mean()
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1.0)
+
+
+def chained(of: torch.optim.Optimizer) -> lr.ChainedScheduler:
+    """A scheduler that has no count of steps of its own."""
+    return lr.ChainedScheduler([lr.ConstantLR(of, 0.5, 2), lr.ExponentialLR(of, 0.5)])
+
+
+def test_a_script_that_steps_a_scheduler_made_of_others_is_told_so(tmp_path: Path) -> None:
+    own = torch.nn.Linear(4, 1).double()
+    x = torch.ones(2, 4, dtype=torch.float64)
+    program = autopar.compile(own, autopar.ClusterSpec.local(1), (x,), loss_fn=mean, optimizer=sgd, scheduler=chained)
+    manifest = Manifest.read(program.save(tmp_path / "out"))
+
+    def trained(one: Any) -> list[float]:
+        step = autopar.Step(LoadedProgram(manifest, one), own, tmp_path)
+        rates = [step.optimizer.param_groups[0]["lr"] for _ in range(3) if step(x) is not None]
+        step.scheduler.step()
+        with pytest.raises(RuntimeProgramError, match="stepped the scheduler"):
+            step(x)
+        return rates
+
+    assert program.on_ranks(trained) == [[0.25, 0.25, 0.125]]
