@@ -318,15 +318,3 @@ def test_ctrl_c_says_one_line(emitted):
     said = [process.communicate(timeout=60)[1] for process in ranks]
     assert said == ["interrupted: the run ends here, and nothing more is saved (with --run-dir it saves first)\n", ""]
     assert ranks[0].returncode == 130
-
-
-def test_a_batch_is_taken_as_tuple_list_or_mapping_in_any_order():
-    x, y = torch.zeros(2), torch.ones(2)
-    for batch in ((x, y), [x, y], {"1": y, "0": x}):
-        assert [t.sum().item() for t in batches.leaves(batch, ["0", "1"])] == [0, 2]
-    nested = {"mask": y, "extra": y, "ids": {"a": x}}
-    assert [t.sum().item() for t in batches.leaves(nested, ["ids.a", "mask"])] == [0, 2]
-    with pytest.raises(RuntimeProgramError, match=r"takes 2: ids, mask; missing ids"):
-        batches.leaves({"mask": y}, ["ids", "mask"])
-    with pytest.raises(RuntimeProgramError, match=r"a batch of 1 tensors \(0\), the program takes 2"):
-        batches.leaves(x, ["0", "1"])
