@@ -268,7 +268,7 @@ class _Reader:
         return _hash("tensor", like, content)
 
     def _layer(self, layer: nn.Module, path: str) -> str:
-        state = dict(vars(layer))
+        state = vars(layer) | _hooks_in_order(layer)
         own = state.pop("_parameters"), state.pop("_buffers")
         named = [(n, self._of(t, f"{path}.{n}")) for tensors in own for n, t in tensors.items()]
         layers = [(n, self._of(one, f"{path}.{n}")) for n, one in state.pop("_modules").items()]
@@ -388,6 +388,13 @@ def _text(path: Path) -> str:
         return _hash(path.read_bytes())
     except OSError:
         return "unknown"
+
+
+def _hooks_in_order(layer: nn.Module) -> dict[str, dict[int, Any]]:
+    """The hooks of a module by their places in the order of registration, and not by numbers that count those of the process."""
+    hooks = {name: value for name, value in vars(layer).items() if "_hooks" in name and isinstance(value, Mapping)}
+    place = {number: n for n, number in enumerate(sorted({number for one in hooks.values() for number in one}))}
+    return {name: {place[number]: hook for number, hook in one.items()} for name, one in hooks.items()}
 
 
 @functools.cache

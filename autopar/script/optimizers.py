@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from autopar.capture.examples.held import Held
 from autopar.errors import InputError
+from autopar.optimizer.examine import check_kind
 from autopar.runtime.data.origin import name_of
 
 Groups = Sequence[tuple[tuple[str, ...], Mapping[str, Any]]]
@@ -32,9 +33,10 @@ def factory_of(optimizer: torch.optim.Optimizer, model: nn.Module | Held) -> Cal
     """A factory, as `compile` takes it, of an optimizer that is over a model's parameters, or those of several modules, and has
     not stepped yet.
 
-    Raises InputError where a parameter is none of the model's, where the optimizer has state, or where a new one of its class
-    would be another.
+    Raises InputError where a parameter is none of the model's, where the optimizer has stepped, has hooks or is none that a
+    program can have, or where a new one of its class would be another.
     """
+    check_kind(optimizer)
     again = _again(optimizer, _members(optimizer, model))
     each = {id(tensor): (name, tensor) for name, tensor in _tensors(model).items()}
     anew = again(list(each.values()))

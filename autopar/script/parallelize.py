@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.api import request_of
+from autopar.capture.before.unsupported_state import check_model
 from autopar.capture.examples.buckets import Sizes
 from autopar.capture.examples.default_device import with_cpu_as_default
 from autopar.capture.examples.held import Held
@@ -116,6 +117,10 @@ def parallelize(
             f"the model is on the meta device ({on_meta[0]}), which holds no weights; give weights=, a checkpoint or a directory "
             "of safetensors"
         )
+    for one in (request, *request.entries.values()):
+        check_model(
+            one.model, one.loss_fn
+        )  # what wraps a model is told by its name, before ranks compare what it holds
     with _same_random_numbers():
         directory = program_directory(request, fingerprint(request), ranks, compile_timeout_s)
     manifest = Manifest.read(directory)

@@ -37,6 +37,10 @@ def test_an_optimizer_that_cannot_be_made_again_is_refused_by_name() -> None:
         factory_of(Drifting(model.parameters(), drift=0.5), model)
     with pytest.raises(InputError, match="none of the model's"):
         factory_of(torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1), model)
+    hooked = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooked.register_step_pre_hook(lambda *given: None)
+    with pytest.raises(InputError, match="SGD has a step hook"):
+        factory_of(hooked, model)
     stepped = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 4)).sum().backward()
     stepped.step()

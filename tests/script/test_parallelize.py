@@ -149,18 +149,42 @@ def chained(of: torch.optim.Optimizer) -> lr.ChainedScheduler:
     return lr.ChainedScheduler([lr.ConstantLR(of, 0.5, 2), lr.ExponentialLR(of, 0.5)])
 
 
+def with_step(body: Any, own: torch.nn.Module, x: torch.Tensor, folder: Path, **others: Any) -> Any:
+    """The result of a script's loop on one rank."""
+    one_rank = autopar.ClusterSpec.local(1)
+    program = autopar.compile(own, one_rank, (x,), loss_fn=mean, optimizer=sgd, **others)
+    manifest = Manifest.read(program.save(folder / "out"))
+    return program.on_ranks(lambda one: body(autopar.Step(LoadedProgram(manifest, one), own, folder)))[0]
+
+
 def test_a_script_that_steps_a_scheduler_made_of_others_is_told_so(tmp_path: Path) -> None:
     own = torch.nn.Linear(4, 1).double()
     x = torch.ones(2, 4, dtype=torch.float64)
-    program = autopar.compile(own, autopar.ClusterSpec.local(1), (x,), loss_fn=mean, optimizer=sgd, scheduler=chained)
-    manifest = Manifest.read(program.save(tmp_path / "out"))
 
-    def trained(one: Any) -> list[float]:
-        step = autopar.Step(LoadedProgram(manifest, one), own, tmp_path)
+    def trained(step: autopar.Step) -> list[float]:
         rates = [step.optimizer.param_groups[0]["lr"] for _ in range(3) if step(x) is not None]
         step.scheduler.step()
         with pytest.raises(RuntimeProgramError, match="stepped the scheduler"):
             step(x)
         return rates
 
-    assert program.on_ranks(trained) == [[0.25, 0.25, 0.125]]
+    assert with_step(trained, own, x, tmp_path, scheduler=chained) == [0.25, 0.25, 0.125]
+
+
+def test_a_script_that_would_train_other_parameters_than_the_program_does_is_told_so(tmp_path: Path) -> None:
+    own = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Linear(2, 1).requires_grad_(False)).double()
+    x = torch.ones(2, 4, dtype=torch.float64)
+
+    def trained(step: autopar.Step) -> None:
+        step(x)
+        for layer, to, words in ((own[1], True, "1.weight was unfrozen"), (own[0], False, "0.weight was frozen")):
+            layer.requires_grad_(to)
+            with pytest.raises(RuntimeProgramError, match=f"{words} after parallelize; which parameters"):
+                step(x)
+            layer.requires_grad_(not to)
+        step(x)
+        step.optimizer.add_param_group({"params": own[1].parameters()})
+        with pytest.raises(RuntimeProgramError, match="groups have other parameters"):
+            step(x)
+
+    with_step(trained, own, x, tmp_path)
