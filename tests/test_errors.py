@@ -48,6 +48,11 @@ def test_a_model_that_is_no_module(model: Any) -> None:
     assert "model must be a torch.nn.Module, not" in message(InputError, lambda: build(model))
 
 
+def test_a_loss_that_is_a_class() -> None:
+    text = message(InputError, lambda: build(loss_fn=nn.CrossEntropyLoss))
+    assert "loss_fn is the class CrossEntropyLoss; pass one of it, such as CrossEntropyLoss()" in text
+
+
 @pytest.mark.parametrize(
     ("inputs", "says"),
     [

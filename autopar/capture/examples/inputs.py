@@ -27,6 +27,8 @@ FORGOT = "; did you forget loss_fn=? Without it every entry is an argument of fo
 
 def split_example(model: nn.Module, inputs: Any, loss_fn: LossFunction | None) -> tuple[Any, int]:
     """(inputs, how many trailing entries are targets for loss_fn). Raises InputError when they fit no split."""
+    if isinstance(loss_fn, type):
+        raise InputError(f"loss_fn is the class {loss_fn.__name__}; pass one of it, such as {loss_fn.__name__}()")
     if isinstance(inputs, torch.Tensor):
         inputs = (inputs,)
     if isinstance(inputs, list):
