@@ -70,7 +70,7 @@ def test_facts_and_plan_are_those_of_compile(capsys: pytest.CaptureFixture[str],
         (f"{HERE}:a_number", "returned int; return (model, example_inputs)"),
         (
             f"{HERE}:misspelt",
-            "'optimiser', which is no argument of autopar.compile beside the cluster; did you mean 'optimizer'?",
+            "'optimiser', which is no argument of autopar.compile beside the cluster; did you mean 'op",
         ),
         ("missing/config.json", "config.json"),
     ],
