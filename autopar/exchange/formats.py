@@ -34,7 +34,7 @@ def read_file(path: Path, name: str | None = None) -> Read:
     if name is None and read.layout == Layout() and (told in _NEVER_SILENT or (told == "tp_plan" and read.unknown)):
         keys = f" ({', '.join([*read.unknown][:5])})" if read.unknown else ""
         raise InputError(
-            f"{path} says nothing of a layout{keys}, so it is no {told} file; --format says that it is one of {', '.join(FORMATS)}"
+            f"{path} says nothing of a layout{keys}, so it is no {told} file; --format names another of {', '.join(FORMATS)}"
         )
     return read
 
