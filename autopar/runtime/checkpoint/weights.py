@@ -35,10 +35,11 @@ _INDEX = record({"weight_map": table(text(), path_inside)}, {"metadata": anythin
 
 
 def load_weights(directory: str | Path, session: Session, manifest: Manifest) -> None:
-    """Fill the session from a checkpoint or a directory of safetensors; every rank calls it. Raises CheckpointError."""
+    """Fill parameters and buffers from a checkpoint or a directory of safetensors; every rank calls it. A checkpoint's step,
+    optimizer and schedule stay out of it, which `checkpoint.load` takes too. Raises CheckpointError."""
     folder = current(Path(directory))
     if (folder / METADATA).exists():
-        load(directory, session)
+        load(directory, session, weights_alone=True)
         return
     wanted = {
         name: info
