@@ -278,10 +278,14 @@ def test_data_that_are_not_there_are_named_without_running_anything(tmp_path, mo
         (["--data", "gone.py:batches"], "--data 'gone.py:batches': gone.py: No such file or directory"),
         (["--save", "{file}"], "--save {file}: File exists; give a directory that every rank can write to"),
         (["--save", "{file}/in"], "--save {file}/in: Not a directory; give a directory that every rank can write to"),
+        (
+            ["--spike", "5"],
+            "--spike does nothing in a run without a directory; give --run-dir DIR too, or leave it out",
+        ),
         (["--profile", "{file}"], "--profile {file}: File exists; give a directory that every rank can write to"),
     ],
 )
-def test_paths_that_cannot_be_used_end_every_rank_before_they_meet(emitted, tmp_path, arguments, said):
+def test_what_cannot_be_done_ends_every_rank_before_they_meet(emitted, tmp_path, arguments, said):
     file = tmp_path / "file"
     file.touch()
     environment = {
