@@ -11,6 +11,7 @@ its first weights and the script's own functions as its optimizer, and gets a `S
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -129,6 +130,8 @@ def parallelize(
             f"the plan leaves {manifest.idle} of {ranks.size} ranks without work, and every rank of a script takes part in its "
             "step; give a plan for all of them, or start fewer ranks"
         )
+    if manifest.training and all(one is None for one in of_steps.values()):
+        warnings.warn("there is no optimizer, so that no step trains anything; give optimizer=", stacklevel=4)
     if ranks.met is not None:
         leave_group_at_end()
     updates = {FIRST: request.update, **{name: entry.update for name, entry in request.entries.items()}}

@@ -106,6 +106,7 @@ def test_ranks_that_do_not_do_the_same_are_told_so_by_name(folder: Path) -> None
     """The script ends badly, as what rank 1 trained last is not what rank 0 did."""
     results = run(2, "misuse", folder, status=1)
     assert "compiles at every start: model.mix.lock is a _thread.lock" in results[0][0]["warned"]
+    assert "there is no optimizer, so that no step trains anything" in results[0][0]["warned"]
     for rank, (told, state) in enumerate(results):
         assert told["once"].startswith("once-")
         assert told["cluster"].startswith("InputError: cluster local-3 has 3 devices, and this script runs on 2 ranks")
