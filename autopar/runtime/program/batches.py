@@ -68,7 +68,7 @@ def own_leaves(batch: Any, names: Sequence[str], taken: Sequence[str], fixed: Ma
     tensors are missing, GuardError."""
     tensors = _tensors(batch)
     if all(name in tensors for name in taken):
-        _check_fixed(batch, {name: value for name, value in fixed.items() if value is not None})
+        _check_fixed(batch, fixed, or_none=True)
         return [tensors[name] for name in taken]
     if len(tensors) == len(names) and not isinstance(batch, Mapping):
         by_place = dict(zip(names, tensors.values(), strict=True))
@@ -91,12 +91,13 @@ def is_plain(value: Any) -> bool:
     return type(value) in (bool, int, NoneType) or (type(value) is str and len(value) <= MOST_TEXT)
 
 
-def _check_fixed(batch: Any, fixed: Mapping[str, Plain]) -> None:
-    """Raises GuardError where a batch has another value, or a tensor, in the place of one that the program was compiled for."""
+def _check_fixed(batch: Any, fixed: Mapping[str, Plain], *, or_none: bool = False) -> None:
+    """Raises GuardError where a batch has another value, or a tensor, in the place of one that the program was compiled for.
+    or_none: it may have None there."""
     for name, value in _named(batch, "") if fixed else ():
         parts = name.split(".")
         place = next((p for p in accumulate(parts, "{}.{}".format) if p in fixed), None)
-        if place is None or (isinstance(value, _NUMBERS) and value == fixed[place]):
+        if place is None or (or_none and value is None) or (isinstance(value, _NUMBERS) and value == fixed[place]):
             continue
         given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else shown(value)
         raise GuardError(

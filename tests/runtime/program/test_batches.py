@@ -53,7 +53,10 @@ def test_a_plain_value_of_a_batch_is_the_one_that_the_program_was_compiled_for()
 
 
 def test_a_rank_of_its_own_rows_may_be_given_anything_for_what_it_does_not_take() -> None:
-    assert own_leaves({"x": X, "mask": Y, "way": "one"}, ["x", "mask"], ["x"], FIXED) == [X]
+    for given in (Y, None, "anything"):
+        assert own_leaves({"x": X, "y": given, "scale": None, "way": "one"}, ["x", "y"], ["x"], FIXED) == [X]
+    with pytest.raises(GuardError, match="input mask is a tensor"):
+        own_leaves({"x": X, "mask": Y}, ["x", "y"], ["x"], FIXED)
     with pytest.raises(GuardError, match="scale"):
         own_leaves({"x": X, "scale": 0.25}, ["x"], ["x"], FIXED)
 
