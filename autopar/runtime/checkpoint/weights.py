@@ -27,6 +27,7 @@ from ..program.manifest import Manifest
 from ..step.session import Session
 from .checkpoint import load, read_full
 from .checkpoint_reader import METADATA
+from .run_directory import newest_step_said
 
 SUFFIX = ".safetensors"
 INDEX = f"{SUFFIX}.index.json"
@@ -101,6 +102,8 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     CheckpointError."""
     indices, singles = sorted(folder.glob(f"*{INDEX}")), sorted(folder.glob(f"*{SUFFIX}"))
     if not indices and not singles:
+        if newest := newest_step_said(folder):
+            raise CheckpointError(f"{folder} is no checkpoint directory{newest}")
         raise CheckpointError(
             f"{folder} is no checkpoint directory (it has no .metadata) and holds no {SUFFIX}; other files of weights, such "
             "as pytorch_model.bin, are pickles, which are programs: read them with what wrote them, and save safetensors"
