@@ -98,7 +98,8 @@ def _members(optimizer: torch.optim.Optimizer, model: nn.Module | Held) -> list[
         if foreign := [tuple(p.shape) for p in group["params"] if id(p) not in names]:
             raise InputError(
                 f"group {index} of this {type(optimizer).__name__} has a parameter of shape {foreign[0]} that is none of the "
-                "model's; make the optimizer of the parameters of the model that is trained, after it has its last form"
+                "model's; make the optimizer of the parameters of the model that is trained, after it has its last form, and "
+                "anew for every call of parallelize, which gives it a rank's shards"
             )
     return [tuple(name for p in group["params"] for name in names[id(p)]) for group in optimizer.param_groups]
 

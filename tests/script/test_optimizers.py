@@ -103,6 +103,8 @@ def test_an_optimizer_that_is_taken_over_steps_shards_and_what_refers_to_it_sets
     assert shards["1.bias"].eq(-0.375).all()
     with pytest.raises(InputError, match="none of the model's"):
         taking_over(torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1), model)
+    with pytest.raises(InputError, match="anew for every call of parallelize"):
+        factory_of(given, model)
 
 
 def test_names_of_parameters_that_an_optimizer_knows_follow_its_shards() -> None:

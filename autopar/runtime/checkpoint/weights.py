@@ -100,6 +100,8 @@ def _damage(folder: Path, names: set[str], comm: Comm) -> str:
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors in the files of a directory, by name: those that its index names, else those of its only file. Raises
     CheckpointError."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is no directory; give a checkpoint, or a directory of {SUFFIX} files")
     indices, singles = sorted(folder.glob(f"*{INDEX}")), sorted(folder.glob(f"*{SUFFIX}"))
     if not indices and not singles:
         if newest := newest_step_said(folder):

@@ -76,6 +76,13 @@ def test_training_starts_from_the_files(tmp_path: Path) -> None:
         assert losses == pytest.approx(stages.reference(3)["losses"], rel=1e-12)
 
 
+def test_a_directory_that_is_not_there_is_said_to_be_none(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"gone is no directory; give a checkpoint, or a directory of \.safetensors files"
+    ):
+        loaded(tmp_path / "gone", stages.mlp(1, 1, 0))
+
+
 def test_the_weights_of_a_run_begin_another_one(tmp_path: Path) -> None:
     """Its step, its optimizer's state and learning rate are not those of the run that wrote the checkpoint."""
     program, data = stages.mlp(2, 1, 3), stages.batches(3)
