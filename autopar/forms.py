@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from autopar.capture.examples.trees import shapes_text
 from autopar.capture.exported import Captured
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.memory_levers import offload_name
@@ -125,10 +126,21 @@ def _with_buckets(
     first: ParallelProgram, program: ParallelProgram, asked: Request, compile_form: Compile
 ) -> ParallelProgram:
     """The program of a step with those of its other shapes beside it."""
-    others = tuple(compile_form(form_request(first, asked, inputs)) for inputs in asked.buckets)
+    others = tuple(_bucket(first, asked, inputs, compile_form) for inputs in asked.buckets)
     request = replace(program.request, buckets=asked.buckets, pad_values=asked.pad_values)
     timings = _added(program.timings, *(one.timings for one in others))
     return replace(program, request=request, buckets=others, timings=timings)
+
+
+def _bucket(first: ParallelProgram, asked: Request, inputs: Any, compile_form: Compile) -> ParallelProgram:
+    """The program of a step for one of its other shapes."""
+    try:
+        return compile_form(form_request(first, asked, inputs))
+    except AutoparError as error:
+        error.add_note(
+            f"This is of a bucket, {shapes_text(inputs)}: buckets= names sizes for every input whose size changes with another's."
+        )
+        raise
 
 
 def _check_buffers(first: ParallelProgram, entry: ParallelProgram) -> None:

@@ -205,9 +205,11 @@ class ParallelProgram(Compiled):
                     e.has_loss,
                     e.request.update if e.training else None,
                     self._averaging(name),
+                    e.request.fixed,
                 )
                 for name, e in self.entries.items()
             },
+            self.request.fixed,
         )
 
     @property

@@ -43,7 +43,7 @@ from autopar.runtime.data.fields import from_data, to_data
 from autopar.runtime.data.schema import SchemaError
 from autopar.runtime.data.whole_files import begin, commit, give_up, partial
 from autopar.runtime.errors import CheckpointError
-from autopar.runtime.program.batches import BatchInput
+from autopar.runtime.program.batches import BatchInput, Plain
 from autopar.runtime.program.factories import USER_FACTORIES, factory_modules
 from autopar.runtime.program.machines import Machines
 from autopar.runtime.program.manifest import (
@@ -79,7 +79,7 @@ class FormContents:
 @dataclass(frozen=True, eq=False)
 class EntryContents:
     """The part that serves another step. buckets: batches of other shapes of it; has_loss: whether its outputs begin with one;
-    update: of one that trains; averaging: of one that computes with averages."""
+    update: of one that trains; averaging: of one that computes with averages; fixed: as of `Contents`."""
 
     form: FormContents
     buckets: tuple[FormContents, ...]
@@ -87,6 +87,7 @@ class EntryContents:
     has_loss: bool
     update: UpdateRule | None = None
     averaging: Averaging | None = None
+    fixed: Mapping[str, Plain] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +96,7 @@ class Contents:
     table name, on the meta device where there are none; state_names: what the same are called in the model's own state
     dict. inputs: a global batch. ranks_per_node: of the cluster. facts: of program.json. buckets: batches of other shapes,
     and pad_values what inputs are padded with up to them. options: those that reach run time. idle: ranks that the plan leaves
-    idle. entries: other steps."""
+    idle. entries: other steps. fixed: what a batch has beside tensors, and the defaults of what it leaves out, by name."""
 
     plan: Plan
     lowered: LoweredProgram
@@ -113,6 +114,7 @@ class Contents:
     options: RunOptions = DEFAULTS
     idle: int = 0
     entries: Mapping[str, EntryContents] = field(default_factory=dict)
+    fixed: Mapping[str, Plain] = field(default_factory=dict)
 
     @property
     def forms(self) -> dict[str, FormContents]:
@@ -219,6 +221,7 @@ def _program(contents: Contents, worlds: Sequence[int] = (), slower: int = 0) ->
         idle=contents.idle,
         buckets=_buckets(contents.buckets),
         pad_values=contents.pad_values,
+        fixed=contents.fixed,
         entries={
             name: EntryFiles(
                 f"{entry_folder(name)}/pipeline.py",
@@ -229,6 +232,7 @@ def _program(contents: Contents, worlds: Sequence[int] = (), slower: int = 0) ->
                 entry.update is not None,
                 named_rule(entry.update, name),
                 entry.averaging,
+                entry.fixed,
             )
             for name, entry in contents.entries.items()
         },

@@ -340,6 +340,15 @@ class Deeper(nn.Module):
         return (self.second(x) if x.shape[1] > 4 else x).square().mean()
 
 
+def test_a_bucket_that_has_no_program_is_named() -> None:
+    linear, batch = nn.Linear(4, 4), (torch.randn(8, 4), torch.randn(8, 4))
+    with pytest.raises(autopar.CaptureError) as of_one_input:
+        autopar.compile(
+            linear, autopar.ClusterSpec.local(1), batch, loss_fn=nn.MSELoss(), optimizer=SGD, buckets={"0": {0: (8, 5)}}
+        )
+    assert "This is of a bucket, 0 (5, 4), 1 (8, 4): buckets= names" in of_one_input.value.__notes__[0]
+
+
 def test_buckets_that_use_other_parameters_are_refused() -> None:
     with pytest.raises(autopar.CaptureError, match=r"trains the same parameters; .* second.bias, second.weight"):
         autopar.compile(

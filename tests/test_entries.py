@@ -189,6 +189,9 @@ def test_what_is_no_entry_is_refused_by_name() -> None:
         autopar.compile(model(), "dgx-a100", batch(8), loss_fn=LOSS, entries={"not a name": Entry()})
     with pytest.raises(autopar.InputError, match=r"must be an autopar\.Entry, not dict"):
         autopar.compile(model(), "dgx-a100", batch(8), loss_fn=LOSS, entries={"evaluate": {}})  # type: ignore[dict-item]
+    with pytest.raises(autopar.InputError, match="2 positional inputs") as without_loss:
+        autopar.compile(model(), "dgx-a100", batch(8), loss_fn=LOSS, entries={"average": Entry(loss_fn=None)})
+    assert "entries['average']. Its example inputs are those of the program" in without_loss.value.__notes__[0]
 
 
 @pytest.mark.slow

@@ -48,6 +48,18 @@ def test_a_model_that_is_no_module(model: Any) -> None:
     assert "model must be a torch.nn.Module, not" in message(InputError, lambda: build(model))
 
 
+def test_a_number_beside_the_loss() -> None:
+    text = message(InputError, lambda: build(loss_fn=lambda out, y: (out.sum() + y.sum(), {"mean": out.mean().item()})))
+    assert (
+        "loss_fn(…)[1]['mean'] is a number that item() gave of a tensor: beside the loss a step gives tensors" in text
+    )
+
+
+def test_a_loss_that_is_a_class() -> None:
+    text = message(InputError, lambda: build(loss_fn=nn.CrossEntropyLoss))
+    assert "loss_fn is the class CrossEntropyLoss; pass one of it, such as CrossEntropyLoss()" in text
+
+
 @pytest.mark.parametrize(
     ("inputs", "says"),
     [

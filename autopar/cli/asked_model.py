@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Mapping
@@ -12,8 +13,10 @@ from typing import Any
 
 import torch
 
+from autopar.api import compile
 from autopar.cli.model_config import read_config
 from autopar.errors import InputError
+from autopar.runtime.data.schema import did_you_mean, shown
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-4)
 
@@ -42,6 +45,12 @@ def of_function(name: str) -> Mapping[str, Any]:
     if isinstance(made, tuple) and len(made) == 2:
         return {"model": made[0], "example_inputs": made[1]}
     if isinstance(made, Mapping) and {"model", "example_inputs"} <= made.keys():
+        taken = inspect.signature(compile).parameters.keys() - {"cluster"}
+        if unknown := next((key for key in made if key not in taken), None):
+            raise InputError(
+                f"MODEL {name!r} returned a dict with {shown(unknown)}, which is no argument of autopar.compile beside the "
+                f"cluster{did_you_mean(unknown, taken)}"
+            )
         return made
     raise InputError(
         f"MODEL {name!r} returned {type(made).__name__}; return (model, example_inputs), or a dict of compile's arguments"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import autopar.api
+from autopar.capture.examples.inputs import batch_size
 from autopar.cli.asked_model import arguments_of
 from autopar.cli.cluster_argument import read_cluster
 from autopar.cli.command import Commands, add
@@ -69,16 +70,19 @@ def priced(args: argparse.Namespace) -> dict[str, Any]:
     layout = replace(read.layout, tp=args.tp or read.layout.tp).on(cluster.size)
     if layout.modules and layout.tp == 1:
         raise InputError(f"{args.config} leaves the number of tensor-parallel ranks to its launcher; give --tp")
-    batch = layout.global_batch or args.batch or (layout.dp or 1) * (layout.micro_batch or 1)
-    layout = replace(layout, global_batch=batch)
-    arguments = dict(arguments_of(args.model, batch, args.sequence, layout.precision or None))
+    asked = layout.global_batch or args.batch
+    usual = (layout.dp or 1) * (layout.micro_batch or 1)
+    arguments = dict(arguments_of(args.model, asked or usual, args.sequence, layout.precision or None))
     if "options" in arguments and not isinstance(arguments["options"], Options):
         raise InputError(f"{args.model}: options must be autopar.Options(…)")
     given = arguments.pop("options", None)
+    asked = asked or batch_size(arguments["example_inputs"], (given or Options()).batch_dims)
+    layout = replace(layout, global_batch=asked)
     program = autopar.api.compile(cluster=cluster, options=options_of(layout, given), **arguments)
-    if (asked := layout.global_batch) != program.request.batch:
+    if asked != program.request.batch:
+        whose = args.config if read.layout.global_batch else "--batch"
         raise InputError(
-            f"{args.config} has a global batch of {asked}, {args.model} one of {program.request.batch}; make them the same"
+            f"{whose} has a global batch of {asked}, {args.model} one of {program.request.batch}; make them the same"
         )
     facts = {
         "ranks": cluster.size,

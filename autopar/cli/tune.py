@@ -68,6 +68,8 @@ class Candidate:
 
 def candidates_of(directory: Path) -> list[Candidate]:
     """The directory's own program, then those beside it. Raises InputError."""
+    if not directory.is_dir():
+        raise InputError(f"{directory} is no directory; give one that program.save(…) wrote")
     beside = sorted(path.parent for path in (directory / "candidates").glob("*/manifest.json"))
     if not beside:
         raise InputError(

@@ -288,6 +288,7 @@ _GPU_ALIASES = {
     "a100-40gb": "a100-40",
     "a100-sxm4-80gb": "a100",
     "a100-sxm4-40gb": "a100-40",
+    "a100-pcie-40gb": "a100-40",
     "h100-sxm5-80gb": "h100",
     "h100-80gb": "h100",
     "h100-sxm-96gb-hbm2e-500w": "h100-500w",
@@ -304,13 +305,15 @@ def device_names() -> list[str]:
 
 def preset_key(name: str) -> str | None:
     """The preset that a product name means, or None."""
-    key = name.strip().lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-").removeprefix("amd-")
+    key = name.strip().lower().replace("_", "-").replace(" ", "-")
+    for maker in ("nvidia-", "amd-", "tesla-"):
+        key = key.removeprefix(maker)
     presets = load_data("devices.json")["devices"]
     if key in presets:
         return key
     if key in _GPU_ALIASES:
         return _GPU_ALIASES[key]
-    matches = [k for k in sorted(presets, key=len, reverse=True) if key.startswith(k)]
+    matches = [k for k in sorted(presets, key=len, reverse=True) if key.startswith(f"{k}-")]
     return matches[0] if matches else None
 
 

@@ -7,8 +7,13 @@ from pathlib import Path
 from autopar.errors import InputError
 from autopar.exchange import accelerate, deepspeed, fsdp2, megatron, torchtitan, tp_plan
 from autopar.exchange.keys import Format, Read
+from autopar.exchange.layout import Layout
 
 FORMATS = {one.FORMAT.name: one.FORMAT for one in (fsdp2, tp_plan, accelerate, megatron, torchtitan, deepspeed)}
+
+
+_NEVER_SILENT = frozenset({"accelerate", "fsdp2"})
+"""Formats whose files say how many ranks there are."""
 
 
 def format_named(name: str) -> Format:
@@ -24,7 +29,14 @@ def read_file(path: Path, name: str | None = None) -> Read:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read ({error})") from error
-    return format_named(name or format_of(path, text)).read(text)
+    told = name or format_of(path, text)
+    read = format_named(told).read(text)
+    if name is None and read.layout == Layout() and (told in _NEVER_SILENT or (told == "tp_plan" and read.unknown)):
+        keys = f" ({', '.join([*read.unknown][:5])})" if read.unknown else ""
+        raise InputError(
+            f"{path} says nothing of a layout{keys}, so it is no {told} file; --format names another of {', '.join(FORMATS)}"
+        )
+    return read
 
 
 def format_of(path: Path, text: str) -> str:

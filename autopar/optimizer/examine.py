@@ -29,6 +29,8 @@ from autopar.runtime.update.scheduler_steps import step_scheduler
 from autopar.runtime.update.update_rule import (
     REFUSED_OPTIMIZERS,
     WHOLE_TENSOR_OPTIMIZERS,
+    Named,
+    OptimizerFactory,
     UpdateRule,
     make_optimizers,
     stand_in,
@@ -55,11 +57,11 @@ def examine_on(rule: UpdateRule, sizes: Shapes, ranks: int) -> OptimizerState:
     shapes = {name: tuple(4 + 2 * dim for dim in range(len(shape))) for name, shape in sizes.items()}
     try:
         parameters = _random(shapes)
-        optimizers = make_optimizers(factory, list(parameters.items()))
+        optimizers = _made(factory, list(parameters.items()))
         for optimizer in optimizers:
-            _refuse(optimizer)
+            check_kind(optimizer)
         parameters = _with_gradients(parameters)
-        optimizers = make_optimizers(factory, list(parameters.items()))
+        optimizers = _made(factory, list(parameters.items()))
         alike = _updated_alike(optimizers)
         for parameter in parameters.values():
             if alike.get(id(parameter), parameter) is not parameter:
@@ -107,13 +109,22 @@ def _with_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Para
     return copies
 
 
-def _refuse(optimizer: torch.optim.Optimizer) -> None:
+def _made(factory: OptimizerFactory, named: Named) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers of a factory as the host can step them: what `capturable` asks for is a GPU, and changes no number."""
+    optimizers = make_optimizers(factory, named)
+    for group in (group for one in optimizers for group in one.param_groups if group.get("capturable")):
+        group["capturable"] = False
+    return optimizers
+
+
+def check_kind(optimizer: torch.optim.Optimizer) -> None:
+    """Raises InputError for an optimizer that cannot train a program, whatever its parameters."""
     kind = type(optimizer).__name__
     if _is_torchs(optimizer) and kind in REFUSED_OPTIMIZERS:
         raise InputError(f"{kind} cannot train a compiled program: {REFUSED_OPTIMIZERS[kind]}")
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise InputError(
-            f"the factory's {kind} has a step hook (register_step_pre_hook, register_step_post_hook), which would see the shards "
+            f"this {kind} has a step hook (register_step_pre_hook, register_step_post_hook), which would see the shards "
             "of a rank; leave it out: clipping is an option of compile, and what is looked at goes after program.step"
         )
 
@@ -187,7 +198,7 @@ def _scratch(factory: Any, sizes: Shapes) -> tuple[float, float, float]:
     for count in range(1, len(largest) + 1):
         chosen = {name: nn.Parameter(torch.zeros(_square(len(sizes[name])))) for name in largest[:count]}
         named = [(n, chosen.get(n, stand_in(len(s), torch.float32, torch.device("cpu")))) for n, s in sizes.items()]
-        optimizers, counter = make_optimizers(factory, named), ByteCounter()
+        optimizers, counter = _made(factory, named), ByteCounter()
         for parameter in chosen.values():
             parameter.grad = torch.ones_like(parameter)
         for optimizer in optimizers:
@@ -267,7 +278,7 @@ def _trained(
 ) -> dict[str, torch.Tensor]:
     """The parameters after some steps. part: what is trained of each. only: those that get a gradient (None: all)."""
     parameters = {name: nn.Parameter(part(p.detach()).clone()) for name, p in _random(shapes).items()}
-    optimizers = make_optimizers(factory, list(parameters.items()))
+    optimizers = _made(factory, list(parameters.items()))
     for step in range(STEPS):
         for name, grad in _random(shapes, 1 + step).items():
             parameters[name].grad = part(grad.detach()).clone() if only is None or name in only else None

@@ -15,7 +15,7 @@ from autopar.capture import capture_program
 from autopar.capture.before.modes import evaluating, training_alone
 from autopar.capture.examples.buckets import Sizes, bucket_examples, checked_pad_values
 from autopar.capture.examples.held import Held
-from autopar.capture.examples.inputs import LossFunction, batch_size, microbatch, repeated, split_example
+from autopar.capture.examples.inputs import LossFunction, batch_size, fixed_inputs, microbatch, repeated, split_example
 from autopar.capture.exported import Captured, Gives
 from autopar.cluster import ClusterSpec
 from autopar.cluster.given import as_cluster
@@ -34,6 +34,7 @@ from autopar.request.checks import (
     planned_compression,
     planned_precision,
 )
+from autopar.runtime.program.batches import Plain
 from autopar.runtime.update.update_rule import UpdateRule
 
 
@@ -67,6 +68,11 @@ class Request:
     held: Held | None = None
     trains: frozenset[int] | None = None
     ema: float | None = None
+
+    @property
+    def fixed(self) -> dict[str, Plain]:
+        """The plain values that the program is compiled for, which batches have beside tensors or leave out, by name."""
+        return fixed_inputs(self.model, self.inputs)
 
     @property
     def batch(self) -> int:
@@ -312,7 +318,10 @@ def _entry(program: Request, name: str, entry: Entry) -> Request:
             ema=entry.ema,
         )
     except AutoparError as error:
-        error.add_note(f"This is of entries[{name!r}].")
+        shared = (
+            " Its example inputs are those of the program, targets among them; Entry(example_inputs=…) gives it others."
+        )
+        error.add_note(f"This is of entries[{name!r}].{shared if entry.example_inputs is None else ''}")
         raise
 
 

@@ -44,6 +44,7 @@ OWN = "autopar"
 _UNSEEN = ("_abc_impl",)
 _BY_NAME = frozenset({"globals", "eval", "exec", "__import__", "import_module"})
 """Names by which code finds what its names do not say: its whole file counts then."""
+_READS_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented))
 
 
@@ -267,7 +268,7 @@ class _Reader:
         return _hash("tensor", like, content)
 
     def _layer(self, layer: nn.Module, path: str) -> str:
-        state = dict(vars(layer))
+        state = vars(layer) | _hooks_in_order(layer)
         own = state.pop("_parameters"), state.pop("_buffers")
         named = [(n, self._of(t, f"{path}.{n}")) for tensors in own for n, t in tensors.items()]
         layers = [(n, self._of(one, f"{path}.{n}")) for n, one in state.pop("_modules").items()]
@@ -314,11 +315,12 @@ class _Reader:
             closed = [self._of(cell.cell_contents, path) for cell in function.__closure__ or () if _filled(cell)]
             return _hash("function", name_of(function), known, *closed)
         names = {name for code in codes_of(function.__code__) for name in code.co_names}
+        read = _globals_read(function.__code__)
         said = ["function", self._code(function.__code__, path)]
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         said += [self._of(cell.cell_contents, f"{path}.{name}") for name, cell in cells if _filled(cell)]
         said += [self._of(function.__defaults__, path), self._of(function.__kwdefaults__, path)]
-        for name in sorted(names & function.__globals__.keys()):
+        for name in sorted(read & function.__globals__.keys()):
             value = function.__globals__[name]
             where = f"{path} -> {name}"
             said += [name, self._module(value, names, where) if _is_module(value) else self._of(value, where)]
@@ -386,6 +388,20 @@ def _text(path: Path) -> str:
         return _hash(path.read_bytes())
     except OSError:
         return "unknown"
+
+
+def _hooks_in_order(layer: nn.Module) -> dict[str, dict[int, Any]]:
+    """The hooks of a module by their places in the order of registration, and not by numbers that count those of the process."""
+    hooks = {name: value for name, value in vars(layer).items() if "_hooks" in name and isinstance(value, Mapping)}
+    place = {number: n for n, number in enumerate(sorted({number for one in hooks.values() for number in one}))}
+    return {name: {place[number]: hook for number, hook in one.items()} for name, one in hooks.items()}
+
+
+@functools.cache
+def _globals_read(code: types.CodeType) -> frozenset[str]:
+    """The names that code takes from its module; those of attributes alone are not among them."""
+    steps = (step for inside in codes_of(code) for step in dis.get_instructions(inside))
+    return frozenset(step.argval for step in steps if step.opname in _READS_GLOBAL)
 
 
 def _imports(function: types.FunctionType) -> list[types.ModuleType]:

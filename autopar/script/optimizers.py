@@ -12,6 +12,7 @@ not say, and a new one of its class does not have by itself, cannot be carried o
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from autopar.capture.examples.held import Held
 from autopar.errors import InputError
+from autopar.optimizer.examine import check_kind
 from autopar.runtime.data.origin import name_of
 
 Groups = Sequence[tuple[tuple[str, ...], Mapping[str, Any]]]
@@ -31,21 +33,33 @@ def factory_of(optimizer: torch.optim.Optimizer, model: nn.Module | Held) -> Cal
     """A factory, as `compile` takes it, of an optimizer that is over a model's parameters, or those of several modules, and has
     not stepped yet.
 
-    Raises InputError where a parameter is none of the model's, where the optimizer has state, or where a new one of its class
-    would be another.
+    Raises InputError where a parameter is none of the model's, where the optimizer has stepped, has hooks or is none that a
+    program can have, or where a new one of its class would be another.
     """
-    if optimizer.state:
+    check_kind(optimizer)
+    again = _again(optimizer, _members(optimizer, model))
+    each = {id(tensor): (name, tensor) for name, tensor in _tensors(model).items()}
+    anew = again(list(each.values()))
+    if not _same(optimizer.state, anew.state):
         raise InputError(
             f"this {type(optimizer).__name__} has stepped already; make a new one, whose state the program makes on its ranks"
         )
+    _check_alike(optimizer, anew)
+    return again
+
+
+def _again(
+    optimizer: torch.optim.Optimizer, members: Sequence[tuple[str, ...]]
+) -> Callable[[Sequence[tuple[str, Tensor]]], torch.optim.Optimizer]:
+    """A factory of another optimizer like this one. members: names of the parameters of every group."""
     groups = [
         (names, {key: value for key, value in group.items() if key not in ("params", "param_names")})
-        for names, group in zip(_members(optimizer, model), optimizer.param_groups, strict=True)
+        for names, group in zip(members, optimizer.param_groups, strict=True)
     ]
-    again = type(optimizer)
-    each = {id(tensor): (name, tensor) for name, tensor in _tensors(model).items()}
-    _check_alike(optimizer, regrouped(list(each.values()), again, groups))
-    return functools.partial(regrouped, kind=again, groups=groups)
+    kind = type(optimizer)
+    arguments = inspect.signature(kind).parameters
+    defaults = {key: value for key, value in optimizer.defaults.items() if key in arguments}
+    return functools.partial(regrouped, kind=kind, groups=groups, defaults=defaults)
 
 
 def taking_over(
@@ -54,9 +68,13 @@ def taking_over(
     """A factory that gives an optimizer itself, with the parameters that it is called with in the place of the model's: what
     refers to it (a scheduler, a loop that sets learning rates) sets what is trained. Raises InputError as `factory_of`."""
     members = _members(optimizer, model)
+    again = _again(optimizer, members)
 
     def taken(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         own = dict(named_parameters)
+        first_state = again(named_parameters).state
+        optimizer.state.clear()
+        optimizer.state.update(first_state)
         for names, group in zip(members, optimizer.param_groups, strict=True):
             held = [name for name in names if name in own]
             group |= {"params": [own[name] for name in held]} | (
@@ -80,19 +98,24 @@ def _members(optimizer: torch.optim.Optimizer, model: nn.Module | Held) -> list[
         if foreign := [tuple(p.shape) for p in group["params"] if id(p) not in names]:
             raise InputError(
                 f"group {index} of this {type(optimizer).__name__} has a parameter of shape {foreign[0]} that is none of the "
-                "model's; make the optimizer of the parameters of the model that is trained, after it has its last form"
+                "model's; make the optimizer of the parameters of the model that is trained, after it has its last form, and "
+                "anew for every call of parallelize, which gives it a rank's shards"
             )
     return [tuple(name for p in group["params"] for name in names[id(p)]) for group in optimizer.param_groups]
 
 
 def regrouped(
-    named_parameters: Sequence[tuple[str, Tensor]], kind: Callable[..., torch.optim.Optimizer], groups: Groups
+    named_parameters: Sequence[tuple[str, Tensor]],
+    kind: Callable[..., torch.optim.Optimizer],
+    groups: Groups,
+    defaults: Mapping[str, Any],
 ) -> torch.optim.Optimizer:
-    """The optimizer of a kind over those of these parameters that groups name. Raises InputError where it cannot be made."""
+    """The optimizer of a kind over those of these parameters that groups name. defaults: arguments beside these, which what it
+    does at the start may follow from (Adagrad's sums do). Raises InputError where it cannot be made."""
     own = dict(named_parameters)
     members = [{**said, "params": [own[name] for name in names if name in own]} for names, said in groups]
     try:
-        return kind(members)
+        return kind(members, **defaults)
     except TypeError as error:
         raise InputError(
             f"{name_of(kind)} cannot be made of parameter groups alone ({error}); use an optimizer whose arguments are those of "
@@ -121,6 +144,8 @@ def _check_alike(given: torch.optim.Optimizer, again: torch.optim.Optimizer) -> 
 def _same(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, Tensor) or isinstance(theirs, Tensor):
         return isinstance(ours, Tensor) and isinstance(theirs, Tensor) and torch.equal(ours, theirs)
+    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        return ours.keys() == theirs.keys() and all(_same(ours[key], theirs[key]) for key in ours)
     return bool(ours == theirs)
 
 

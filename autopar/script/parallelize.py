@@ -11,6 +11,7 @@ its first weights and the script's own functions as its optimizer, and gets a `S
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.api import request_of
+from autopar.capture.before.unsupported_state import check_model
 from autopar.capture.examples.buckets import Sizes
 from autopar.capture.examples.default_device import with_cpu_as_default
 from autopar.capture.examples.held import Held
@@ -116,6 +118,10 @@ def parallelize(
             f"the model is on the meta device ({on_meta[0]}), which holds no weights; give weights=, a checkpoint or a directory "
             "of safetensors"
         )
+    for one in (request, *request.entries.values()):
+        check_model(
+            one.model, one.loss_fn
+        )  # what wraps a model is told by its name, before ranks compare what it holds
     with _same_random_numbers():
         directory = program_directory(request, fingerprint(request), ranks, compile_timeout_s)
     manifest = Manifest.read(directory)
@@ -124,6 +130,8 @@ def parallelize(
             f"the plan leaves {manifest.idle} of {ranks.size} ranks without work, and every rank of a script takes part in its "
             "step; give a plan for all of them, or start fewer ranks"
         )
+    if manifest.training and all(one is None for one in of_steps.values()):
+        warnings.warn("there is no optimizer, so that no step trains anything; give optimizer=", stacklevel=4)
     if ranks.met is not None:
         leave_group_at_end()
     updates = {FIRST: request.update, **{name: entry.update for name, entry in request.entries.items()}}

@@ -14,6 +14,12 @@ from autopar.runtime.data.state_names import of_model
 from autopar.runtime.errors import CheckpointError, RuntimeProgramError
 from autopar.runtime.program.rows import DataShard
 from autopar.runtime.run.loaded import LoadedEntry, LoadedProgram
+from autopar.runtime.update.scheduler_steps import steps_taken
+
+_SETTLED = (
+    "which parameters a program trains is settled when it is made, so make another one: save() this step, make a new optimizer "
+    "of the model as it is now, call parallelize again and resume() the new step"
+)
 
 
 class Step:
@@ -29,6 +35,9 @@ class Step:
         held = {saved for also in program.manifest.state_names.values() for saved in also}
         self._state = {name: None if name in held else value for name, value in model.state_dict().items()}
         """The names of the model's state dict in its order, with the values of what the program does not hold."""
+        self._in_memory = dict(model.named_parameters())
+        self._trains = self._requires_grad()
+        self._members = self._grouped()
         self._adding = False
         self.training = True
         self._scheduled = self._epochs()
@@ -60,10 +69,29 @@ class Step:
                 "the script stepped the scheduler that parallelize was given, which every update steps already; leave out "
                 "scheduler.step(), or give no scheduler= and make your own of step.optimizer"
             )
+        self._check_trained()
         given = self._program.take(batch, named, own_rows, not self._adding)
         self._session.updater.forget_gradients()  # so an optimizer.step() of the script finds none, and changes nothing
         self._scheduled = self._epochs()
         return given
+
+    def _check_trained(self) -> None:
+        """Raises RuntimeProgramError where the script would have other parameters trained than the program does."""
+        if (now := self._requires_grad()) != self._trains:
+            name = next(name for name in now if now[name] != self._trains[name])
+            raise RuntimeProgramError(
+                f"{name} was {'unfrozen' if now[name] else 'frozen'} after parallelize; {_SETTLED}"
+            )
+        if self._grouped() != self._members:
+            raise RuntimeProgramError(
+                f"an optimizer's groups have other parameters than after parallelize (add_param_group?); {_SETTLED}"
+            )
+
+    def _requires_grad(self) -> dict[str, bool]:
+        return {name: parameter.requires_grad for name, parameter in self._in_memory.items()}
+
+    def _grouped(self) -> list[list[int]]:
+        return [[*map(id, group["params"])] for one in self.optimizers for group in one.param_groups]
 
     def entry(self, name: str) -> LoadedEntry:
         """Another step over the same parameters, one of `entries=`, to be called with its batch. Raises RuntimeProgramError where
@@ -132,8 +160,8 @@ class Step:
             )
         return some[0]
 
-    def _epochs(self) -> list[int]:
-        return [one.last_epoch for one in self._session.updater.schedulers]
+    def _epochs(self) -> list[Any]:
+        return [steps_taken(one) for one in self._session.updater.schedulers]
 
     # ---- state
 

@@ -40,6 +40,10 @@ def a_number() -> int:
     return 3
 
 
+def misspelt() -> dict[str, Any]:
+    return {"optimiser" if key == "optimizer" else key: value for key, value in trained().items()}
+
+
 def test_a_function_is_planned_and_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", f"{HERE}:mlp", *CLUSTER]) == 0
     assert "inference" in capsys.readouterr().out
@@ -64,6 +68,10 @@ def test_facts_and_plan_are_those_of_compile(capsys: pytest.CaptureFixture[str],
         ("no.such.module:f", "No module named"),
         (f"{HERE}:nothing", "has no function nothing"),
         (f"{HERE}:a_number", "returned int; return (model, example_inputs)"),
+        (
+            f"{HERE}:misspelt",
+            "'optimiser', which is no argument of autopar.compile beside the cluster; did you mean 'op",
+        ),
         ("missing/config.json", "config.json"),
     ],
 )

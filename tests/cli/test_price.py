@@ -68,6 +68,32 @@ def test_the_answer_says_what_is_better_and_what_means_nothing(
     assert "peak: parameters" in said
 
 
+def test_a_configuration_without_a_batch_has_the_models(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "accelerate.yaml"
+    autopar.compile(cluster="dgx-h100", **step()).export("accelerate", path, price=False)
+    command = ["price", str(path), "--model", f"{HERE}:step", *CLUSTER, "--alone"]
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layout"]["global_batch"] == "16"
+    assert main([*command, "--batch", "8"]) == 2
+    assert "--batch has a global batch of 8, tests.cli.test_price:step one of 16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("model.py", "WIDTH = 8\n", "(WIDTH), so it is no fsdp2 file"),
+        ("cluster.yaml", "preset: dgx-h100\n", "(preset), so it is no accelerate file"),
+        ("plan.json", '{"ranks": 8}', "(ranks), so it is no tp_plan file"),
+    ],
+)
+def test_a_file_that_says_nothing_of_a_layout_is_no_configuration(
+    name: str, text: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert main(["price", str(tmp_path / name), "--model", f"{HERE}:step", *CLUSTER, "--alone"]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_batch_that_is_not_the_models_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(CONFIG | {"train_batch_size": 8, "gradient_accumulation_steps": 1}))

@@ -101,6 +101,11 @@ def test_one_plan_alone_is_refused(program, tmp_path: Path, capsys):
     assert "candidates=3" in capsys.readouterr().err
 
 
+def test_a_directory_that_is_not_there_is_said_to_be_none(tmp_path: Path, capsys):
+    assert tune.main([str(tmp_path / "gone")]) == 2
+    assert "gone is no directory; give one that program.save(…) wrote" in capsys.readouterr().err
+
+
 @pytest.mark.timeout(300)
 def test_plans_take_turns_the_fastest_is_kept_and_what_fails_is_named(saved: Path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "executable", python())

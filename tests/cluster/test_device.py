@@ -27,10 +27,24 @@ def test_every_preset_is_complete_and_round_trips():
 
 @pytest.mark.parametrize(
     ("said", "meant"),
-    [("H100-SXM5-80GB", "h100"), ("V100-SXM2-16GB", "v100-16"), ("A100-SXM4-40GB", "a100-40"), ("NVIDIA H200", "h200")],
+    [
+        ("H100-SXM5-80GB", "h100"),
+        ("V100-SXM2-16GB", "v100-16"),
+        ("A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("Tesla T4", "t4"),
+    ],
 )
 def test_product_names_are_understood(said, meant):
     assert device_preset(said).name == meant
+
+
+@pytest.mark.parametrize("said", ["cpuu", "T400", "h10", "rtx4090"])
+def test_a_name_that_only_begins_like_a_device_is_unknown(said):
+    with pytest.raises(ClusterError, match=f"unknown device '{said}'"):
+        device_preset(said)
 
 
 def test_dtypes_have_many_names():

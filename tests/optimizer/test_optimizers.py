@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.optimizer.examine import ELEMENTWISE
+from autopar.optimizer.examine import ELEMENTWISE, examine_on
 from autopar.runtime.update.update_rule import REFUSED_OPTIMIZERS, WHOLE_TENSOR_OPTIMIZERS, UpdateRule
 
 BATCH = (torch.randn(32, 8, generator=torch.Generator().manual_seed(1)), torch.arange(32) % 8)
@@ -257,6 +257,12 @@ def test_a_constraint_that_forbids_whole_tensors_is_refused(where):
 def test_what_cannot_be_done_is_said_by_compile(given, words):
     with pytest.raises(autopar.InputError, match=words):
         compiled(**given)
+
+
+def test_an_optimizer_for_cuda_graphs_is_planned_where_there_is_no_gpu():
+    rule = UpdateRule(functools.partial(torch.optim.Adam, capturable=True))
+    state = examine_on(rule, {"weight": (8, 8)}, 2)
+    assert (state.elements, state.whole) == (2.0, frozenset())
 
 
 # --- what surrounds the optimizer -----------------------------------------------------------------------------------------

@@ -152,6 +152,7 @@ def misuse() -> Any:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         told["once"] = step(locked).directory.name
+        step(optimizer=None)
     told["warned"] = " ".join(str(one.message) for one in caught)
     own = step(model(seed=RANK), scheduler=lambda one: torch.optim.lr_scheduler.StepLR(one, 1, 0.5))
     state = own.state_dict()

@@ -115,6 +115,22 @@ def test_what_does_not_matter_changes_nothing(tmp_path: Path) -> None:
     )  # other weights, other batch
 
 
+def test_hooks_count_by_their_order_and_not_by_numbers_of_the_process(tmp_path: Path) -> None:
+    def hooked(*hooks: Callable[..., Any]) -> str:
+        model = written(tmp_path).Block()
+        for hook in hooks:
+            model.one.register_forward_hook(hook)
+        return asked(model).key
+
+    assert hooked(torch.relu, torch.tanh) == hooked(torch.relu, torch.tanh)
+    assert len({hooked(torch.relu, torch.tanh), hooked(torch.tanh, torch.relu), hooked(torch.relu)}) == 3
+
+
+def test_a_global_that_has_the_name_of_an_attribute_alone_changes_nothing(tmp_path: Path) -> None:
+    first = asked(written(tmp_path, MODEL + "\n\ndef one():\n    return 0\n").Block())
+    assert asked(written(tmp_path, MODEL + "\n\ndef one():\n    return 1\n").Block()).key == first.key
+
+
 CHANGED = {
     "forward": (lambda m: m.replace("* self.mask", "+ self.mask"), None),
     "a global": (lambda m: m.replace("* helpers.FACTOR", "* WIDTH"), None),

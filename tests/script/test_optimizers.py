@@ -37,11 +37,37 @@ def test_an_optimizer_that_cannot_be_made_again_is_refused_by_name() -> None:
         factory_of(Drifting(model.parameters(), drift=0.5), model)
     with pytest.raises(InputError, match="none of the model's"):
         factory_of(torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1), model)
+    hooked = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooked.register_step_pre_hook(lambda *given: None)
+    with pytest.raises(InputError, match="SGD has a step hook"):
+        factory_of(hooked, model)
     stepped = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 4)).sum().backward()
     stepped.step()
     with pytest.raises(InputError, match="has stepped"):
         factory_of(stepped, model)
+
+
+def test_what_an_optimizer_holds_before_its_first_step_is_held_of_the_shards() -> None:
+    model, shard = nn.Linear(4, 4, bias=False), nn.Parameter(torch.zeros(2, 4))
+    given = torch.optim.Adagrad(model.parameters(), lr=0.5, initial_accumulator_value=0.25)
+    for one in (factory_of(given, model), taking_over(given, model)):
+        own = one([("weight", shard)])
+        assert [*own.state] == [shard]
+        torch.testing.assert_close(own.state[shard]["sum"], torch.full((2, 4), 0.25))
+
+
+class Rated(torch.optim.SGD):
+    """An optimizer that cannot be made without a learning rate."""
+
+    def __init__(self, params: object, lr: float) -> None:
+        super().__init__(params, lr=lr)  # type: ignore[arg-type]
+
+
+def test_an_optimizer_that_wants_arguments_beside_its_groups_is_given_its_defaults() -> None:
+    model = nn.Linear(4, 4)
+    own = factory_of(Rated(model.parameters(), 0.5), model)([("weight", nn.Parameter(torch.zeros(2, 4)))])
+    assert (type(own), own.param_groups[0]["lr"]) == (Rated, 0.5)
 
 
 def test_a_scheduler_sets_the_learning_rates_of_the_optimizer_that_took_the_others_place() -> None:
@@ -77,6 +103,8 @@ def test_an_optimizer_that_is_taken_over_steps_shards_and_what_refers_to_it_sets
     assert shards["1.bias"].eq(-0.375).all()
     with pytest.raises(InputError, match="none of the model's"):
         taking_over(torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1), model)
+    with pytest.raises(InputError, match="anew for every call of parallelize"):
+        factory_of(given, model)
 
 
 def test_names_of_parameters_that_an_optimizer_knows_follow_its_shards() -> None:

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim import lr_scheduler as lr
 
 import autopar
+from autopar.runtime.errors import RuntimeProgramError
 from autopar.runtime.program.manifest import Manifest
 from autopar.runtime.run.loaded import LoadedProgram
 from tests.script import loop_worker
@@ -104,6 +106,7 @@ def test_ranks_that_do_not_do_the_same_are_told_so_by_name(folder: Path) -> None
     """The script ends badly, as what rank 1 trained last is not what rank 0 did."""
     results = run(2, "misuse", folder, status=1)
     assert "compiles at every start: model.mix.lock is a _thread.lock" in results[0][0]["warned"]
+    assert "there is no optimizer, so that no step trains anything" in results[0][0]["warned"]
     for rank, (told, state) in enumerate(results):
         assert told["once"].startswith("once-")
         assert told["cluster"].startswith("InputError: cluster local-3 has 3 devices, and this script runs on 2 ranks")
@@ -132,3 +135,57 @@ def test_every_machine_makes_its_own_files_of_one_plan(folder: Path) -> None:
 def test_it_takes_what_compile_takes() -> None:
     taken, all_of = (inspect.signature(one).parameters for one in (autopar.parallelize, autopar.compile))
     assert [(name, taken[name].default) for name in all_of] == [(name, one.default) for name, one in all_of.items()]
+
+
+def mean(out: torch.Tensor) -> torch.Tensor:
+    return out.mean()
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1.0)
+
+
+def chained(of: torch.optim.Optimizer) -> lr.ChainedScheduler:
+    """A scheduler that has no count of steps of its own."""
+    return lr.ChainedScheduler([lr.ConstantLR(of, 0.5, 2), lr.ExponentialLR(of, 0.5)])
+
+
+def with_step(body: Any, own: torch.nn.Module, x: torch.Tensor, folder: Path, **others: Any) -> Any:
+    """The result of a script's loop on one rank."""
+    one_rank = autopar.ClusterSpec.local(1)
+    program = autopar.compile(own, one_rank, (x,), loss_fn=mean, optimizer=sgd, **others)
+    manifest = Manifest.read(program.save(folder / "out"))
+    return program.on_ranks(lambda one: body(autopar.Step(LoadedProgram(manifest, one), own, folder)))[0]
+
+
+def test_a_script_that_steps_a_scheduler_made_of_others_is_told_so(tmp_path: Path) -> None:
+    own = torch.nn.Linear(4, 1).double()
+    x = torch.ones(2, 4, dtype=torch.float64)
+
+    def trained(step: autopar.Step) -> list[float]:
+        rates = [step.optimizer.param_groups[0]["lr"] for _ in range(3) if step(x) is not None]
+        step.scheduler.step()
+        with pytest.raises(RuntimeProgramError, match="stepped the scheduler"):
+            step(x)
+        return rates
+
+    assert with_step(trained, own, x, tmp_path, scheduler=chained) == [0.25, 0.25, 0.125]
+
+
+def test_a_script_that_would_train_other_parameters_than_the_program_does_is_told_so(tmp_path: Path) -> None:
+    own = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Linear(2, 1).requires_grad_(False)).double()
+    x = torch.ones(2, 4, dtype=torch.float64)
+
+    def trained(step: autopar.Step) -> None:
+        step(x)
+        for layer, to, words in ((own[1], True, "1.weight was unfrozen"), (own[0], False, "0.weight was frozen")):
+            layer.requires_grad_(to)
+            with pytest.raises(RuntimeProgramError, match=f"{words} after parallelize; which parameters"):
+                step(x)
+            layer.requires_grad_(not to)
+        step(x)
+        step.optimizer.add_param_group({"params": own[1].parameters()})
+        with pytest.raises(RuntimeProgramError, match="groups have other parameters"):
+            step(x)
+
+    with_step(trained, own, x, tmp_path)

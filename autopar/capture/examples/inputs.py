@@ -7,7 +7,7 @@ there are follows from the loss's signature where it says so, else from what `fo
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 from autopar.capture.examples.trees import flatten
 from autopar.errors import InputError
 from autopar.runtime.data.origin import package_of
+from autopar.runtime.program.batches import Plain, fixed_values, is_plain
 
 LossFunction = Callable[..., torch.Tensor | tuple[torch.Tensor, Any]]
 """A loss alone, or the loss and what a step is to give beside it, of the output and the targets."""
@@ -26,10 +27,14 @@ FORGOT = "; did you forget loss_fn=? Without it every entry is an argument of fo
 
 def split_example(model: nn.Module, inputs: Any, loss_fn: LossFunction | None) -> tuple[Any, int]:
     """(inputs, how many trailing entries are targets for loss_fn). Raises InputError when they fit no split."""
+    if isinstance(loss_fn, type):
+        raise InputError(f"loss_fn is the class {loss_fn.__name__}; pass one of it, such as {loss_fn.__name__}()")
     if isinstance(inputs, torch.Tensor):
         inputs = (inputs,)
     if isinstance(inputs, list):
         inputs = tuple(inputs)
+    if isinstance(inputs, Mapping):
+        inputs = dict(inputs)
     if not isinstance(inputs, (tuple, dict)):
         raise InputError(f"example_inputs must be a tuple of args or a dict of kwargs, not {type(inputs).__name__}")
     return _split_kwargs(model, inputs, loss_fn) if isinstance(inputs, dict) else _split_args(model, inputs, loss_fn)
@@ -54,6 +59,17 @@ def _split_kwargs(model: nn.Module, inputs: dict[str, Any], loss_fn: LossFunctio
             f"example inputs do not match {type(model).__name__}.forward{signature}: {error}{forgot}"
         ) from error
     return inputs, targets
+
+
+def fixed_inputs(model: nn.Module, inputs: Any) -> dict[str, Plain]:
+    """The plain values that a program of these example inputs is compiled for, by name: those that stand beside tensors, and the
+    defaults of arguments of `forward` that are left out (None for a default that is no plain value)."""
+    left_out: dict[str, Plain] = {}
+    if isinstance(inputs, dict):
+        parameters = inspect.signature(model.forward).parameters.values()
+        named = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in inputs)
+        left_out = {p.name: p.default if is_plain(p.default) else None for p in named}
+    return left_out | fixed_values(inputs)
 
 
 def _check_targets(loss_fn: LossFunction, names: Sequence[str]) -> None:

@@ -74,6 +74,8 @@ def _check_extras(structure: Any, path: str) -> None:
     else:
         made = structure.cls if isinstance(structure, _Made) else type(structure)
         what = repr(structure) if isinstance(structure, (int, float, str, NoneType)) else f"a {made.__name__}"
+        if isinstance(structure, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            what = "a number that item() gave of a tensor"
         raise InputError(
             f"loss_fn(…){path} is {what}: beside the loss a step gives tensors, in tuples, lists and dicts; pick the tensors, "
             'as in return loss, {"logits": out.logits}'

@@ -129,8 +129,9 @@ def export_once(
     )
     kinds, constants = named_by_content(kinds, constants)
     if isinstance(loss_fn, nn.Module):
-        own = (*loss_fn.named_parameters("loss_fn"), *loss_fn.named_buffers("loss_fn"))
-        constants |= {name: tensor.detach() for name, tensor in own}
+        frozen = dict(loss_fn.named_parameters("loss_fn"))
+        constants |= {name: t.detach() for name, t in (*frozen.items(), *loss_fn.named_buffers("loss_fn"))}
+        kinds = {node: ("buffer", what) if what in frozen else (kind, what) for node, (kind, what) in kinds.items()}
     return Exported(
         exported.graph,
         kinds,

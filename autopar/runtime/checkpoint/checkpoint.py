@@ -133,18 +133,19 @@ def _on_first_rank(session: Session, action: Callable[[], object], directory: st
         raise CheckpointError(problem)
 
 
-def load(directory: str | Path, session: Session, *, checked: bool = False) -> None:
+def load(directory: str | Path, session: Session, *, checked: bool = False, weights_alone: bool = False) -> None:
     """Fill the session from a checkpoint of any mesh and plan; every rank calls it. checked: its files were held against their
-    record a moment ago, on all ranks.
+    record a moment ago, on all ranks; weights_alone: take parameters and buffers, and nothing of the run that wrote them.
 
     Parameters and buffers must be in it. Optimizer state, averages and step are taken when they are (a checkpoint of weights
     alone starts at step 0, averages begin where parameters are). Raises CheckpointError naming what is missing or has another
     shape.
     """
     reader = verified(directory, session.comm, checked=checked)
-    available = signatures(reader)
+    own = session.names()
+    available = {name: one for name, one in signatures(reader).items() if not weights_alone or name in own}
     session.prepare_optimizer_state(available)
-    entries, own = session.state_entries(), session.names()
+    entries = session.state_entries()
     wanted = {}
     for name, entry in entries.items():
         optional = name == "step" or name.startswith(("optim", *AVERAGES))

@@ -32,6 +32,7 @@ from ..data.tensor_files import MOST_AROUND, MOST_VALUE, read_tensor, read_value
 from ..data.whole_files import COMPLETE, current, problem_of, read_record, share_of
 from ..errors import CheckpointError
 from .checkpoint_metadata import read_metadata
+from .run_directory import newest_step_said
 
 METADATA = ".metadata"
 MOST_METADATA = 1 << 28
@@ -58,7 +59,8 @@ class DataReader(FileSystemReader):
             if not {METADATA, *stored} <= (self.files or {}).keys() and (recorded or self.files is not None):
                 raise SchemaError(f"{COMPLETE}, which says what its files are, is missing or of other files")
         except OSError as error:
-            raise CheckpointError(f"{directory} is no checkpoint directory: {error}") from error
+            newest = newest_step_said(self.folder)
+            raise CheckpointError(f"{directory} is no checkpoint directory{newest or f': {error}'}") from error
         except SchemaError as error:
             raise CheckpointError(f"{directory}: the checkpoint is damaged: {error}; take another one") from error
 

@@ -137,3 +137,12 @@ class RunDirectory:
     def give_up(self, step: int) -> None:
         """Delete what was written of a step that cannot be completed."""
         shutil.rmtree(self.partial(step), ignore_errors=True)
+
+
+def newest_step_said(folder: Path) -> str:
+    """Words that name the newest step, where a folder that was given for a checkpoint is the directory of a run; else none."""
+    run = RunDirectory(folder)
+    steps = run.steps()
+    return (
+        f"; it is the directory of a run, whose newest step is {run.folder(steps[0])}: give that one" if steps else ""
+    )

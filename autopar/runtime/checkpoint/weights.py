@@ -27,6 +27,7 @@ from ..program.manifest import Manifest
 from ..step.session import Session
 from .checkpoint import load, read_full
 from .checkpoint_reader import METADATA
+from .run_directory import newest_step_said
 
 SUFFIX = ".safetensors"
 INDEX = f"{SUFFIX}.index.json"
@@ -35,10 +36,11 @@ _INDEX = record({"weight_map": table(text(), path_inside)}, {"metadata": anythin
 
 
 def load_weights(directory: str | Path, session: Session, manifest: Manifest) -> None:
-    """Fill the session from a checkpoint or a directory of safetensors; every rank calls it. Raises CheckpointError."""
+    """Fill parameters and buffers from a checkpoint or a directory of safetensors; every rank calls it. A checkpoint's step,
+    optimizer and schedule stay out of it, which `checkpoint.load` takes too. Raises CheckpointError."""
     folder = current(Path(directory))
     if (folder / METADATA).exists():
-        load(directory, session)
+        load(directory, session, weights_alone=True)
         return
     wanted = {
         name: info
@@ -98,8 +100,12 @@ def _damage(folder: Path, names: set[str], comm: Comm) -> str:
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors in the files of a directory, by name: those that its index names, else those of its only file. Raises
     CheckpointError."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is no directory; give a checkpoint, or a directory of {SUFFIX} files")
     indices, singles = sorted(folder.glob(f"*{INDEX}")), sorted(folder.glob(f"*{SUFFIX}"))
     if not indices and not singles:
+        if newest := newest_step_said(folder):
+            raise CheckpointError(f"{folder} is no checkpoint directory{newest}")
         raise CheckpointError(
             f"{folder} is no checkpoint directory (it has no .metadata) and holds no {SUFFIX}; other files of weights, such "
             "as pytorch_model.bin, are pickles, which are programs: read them with what wrote them, and save safetensors"

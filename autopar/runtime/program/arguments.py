@@ -8,6 +8,18 @@ from collections.abc import Callable
 from ..comm.backends import BACKENDS
 from ..compiled.inductor import COMPILERS
 
+_OF_A_DIRECTORY = (
+    "keep",
+    "keep_every",
+    "on_nan",
+    "spike",
+    "grad_norm",
+    "recheck",
+    "recompute",
+    "exclude_after",
+    "exclude_slow",
+)
+
 
 def parser() -> argparse.ArgumentParser:
     """The command line of run.py."""
@@ -120,6 +132,14 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--check", action="store_true", help="compare collectives across ranks before each (slow)")
     return made
+
+
+def without_a_directory(arguments: argparse.Namespace) -> str:
+    """The option that would do nothing in a run without a directory, as it is written; "" where there is none."""
+    usual = parser().parse_args([])
+    named = {name: f"--{name.replace('_', '-')}" for name in _OF_A_DIRECTORY} | {"asynchronous": "--synchronous"}
+    idle = (said for name, said in named.items() if getattr(arguments, name) != getattr(usual, name))
+    return "" if arguments.run else next(idle, "--save-every" if arguments.save_every and not arguments.save else "")
 
 
 def whole_number(least: int) -> Callable[[str], int]:

@@ -6,23 +6,25 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import math
 import re
 import symtable
 import sys
 import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import accumulate, repeat
+from numbers import Number
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, NoneType
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from ..data.fields import Length, kept
-from ..data.schema import MOST_SIZE, choice, did_you_mean, integer
-from ..errors import RuntimeProgramError
+from ..data.schema import MOST_SIZE, MOST_TEXT, choice, did_you_mean, integer, shown
+from ..errors import GuardError, RuntimeProgramError
 from .layout import dtype_of
 from .rows import DataShard
 
@@ -31,34 +33,42 @@ DATA = "--data"
 DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype))
 
 
+Plain = bool | int | float | str | None
+"""A value of a batch that is no tensor, and that a program is compiled for."""
+_NUMBERS = (Number, str, NoneType)
+"""Kinds of values that may be equal to a plain one; scalars of numpy are numbers."""
 GIVEN = ("shard", "start", "epoch")
 """The arguments that a data function may have."""
 _BINDS_UNSEEN = re.compile(r"import\s*\*|\b(globals|locals|vars|exec)\(|__getattr__|setattr|\bglobal\b")
 """Ways in which a module comes by names that are not written in it."""
 
 
-def leaves(batch: Any, names: Sequence[str]) -> list[Tensor]:
+def leaves(batch: Any, names: Sequence[str], fixed: Mapping[str, Plain]) -> list[Tensor]:
     """The tensors of a batch built like the example inputs. Mappings may have another order, and more entries.
 
-    names: of the inputs, such as `0`, `input_ids` or `1.mask`. Raises RuntimeProgramError when tensors are missing.
+    names: of the inputs, such as `0`, `input_ids` or `1.mask`; fixed: what the program was compiled for beside these, by name.
+    Raises RuntimeProgramError when tensors are missing, GuardError where something fixed is another.
     """
-    tensors = dict(_named(batch, ""))
+    tensors = _tensors(batch)
     if all(name in tensors for name in names) and (isinstance(batch, Mapping) or len(tensors) == len(names)):
+        _check_fixed(batch, fixed)
         return [tensors[name] for name in names]
     if len(tensors) != len(names) or isinstance(batch, Mapping):
         missing = [name for name in names if name not in tensors]
         raise RuntimeProgramError(
             f"a batch of {len(tensors)} tensors ({', '.join(tensors) or 'none'}), the program takes {len(names)}: "
-            f"{', '.join(names)}" + (f"; missing {', '.join(missing)}" if isinstance(batch, Mapping) else "")
+            f"{', '.join(names)}" + (_instead(batch, missing) if isinstance(batch, Mapping) else "")
         )
     return list(tensors.values())
 
 
-def own_leaves(batch: Any, names: Sequence[str], taken: Sequence[str]) -> list[Tensor]:
+def own_leaves(batch: Any, names: Sequence[str], taken: Sequence[str], fixed: Mapping[str, Plain]) -> list[Tensor]:
     """The tensors of the inputs that a rank takes, of a batch of its rows alone: built like the example inputs, where what it
-    does not take may be missing, None, or anything. names: of all inputs. Raises RuntimeProgramError when tensors are missing."""
-    tensors = dict(_named(batch, ""))
+    does not take may be missing, None, or anything. names: of all inputs; fixed: as of `leaves`. Raises RuntimeProgramError when
+    tensors are missing, GuardError."""
+    tensors = _tensors(batch)
     if all(name in tensors for name in taken):
+        _check_fixed(batch, fixed, or_none=True)
         return [tensors[name] for name in taken]
     if len(tensors) == len(names) and not isinstance(batch, Mapping):
         by_place = dict(zip(names, tensors.values(), strict=True))
@@ -69,7 +79,46 @@ def own_leaves(batch: Any, names: Sequence[str], taken: Sequence[str]) -> list[T
     )
 
 
-def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+def fixed_values(batch: Any) -> dict[str, Plain]:
+    """The plain values that example inputs have beside tensors, by name."""
+    return {name: value for name, value in _named(batch, "") if is_plain(value)}
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is one that a manifest can hold: a flag, a finite number, a short text or None."""
+    if isinstance(value, float):
+        return type(value) is float and math.isfinite(value)
+    return type(value) in (bool, int, NoneType) or (type(value) is str and len(value) <= MOST_TEXT)
+
+
+def _check_fixed(batch: Any, fixed: Mapping[str, Plain], *, or_none: bool = False) -> None:
+    """Raises GuardError where a batch has another value, or a tensor, in the place of one that the program was compiled for.
+    or_none: it may have None there."""
+    for name, value in _named(batch, "") if fixed else ():
+        parts = name.split(".")
+        place = next((p for p in accumulate(parts, "{}.{}".format) if p in fixed), None)
+        if place is None or (or_none and value is None) or (isinstance(value, _NUMBERS) and value == fixed[place]):
+            continue
+        given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else shown(value)
+        raise GuardError(
+            f"input {name} is {given}, and the program was compiled for {fixed[place]!r} there; compile again with an example "
+            "like this batch, or make it a tensor of the example inputs where it is another one in every batch"
+        )
+
+
+def _instead(batch: Mapping[str, Any], missing: Sequence[str]) -> str:
+    """The tensors that a batch lacks, in words, and what stands in their places."""
+    others = dict(_named(batch, ""))
+    said = [f"{name} is {shown(others[name])}" if name in others else f"missing {name}" for name in missing]
+    return f"; {', '.join(said)}: every batch has the tensors that the example inputs had"
+
+
+def _tensors(batch: Any) -> dict[str, Tensor]:
+    return {name: value for name, value in _named(batch, "") if isinstance(value, Tensor)}
+
+
+def _named(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """All that stands in a batch and is no container, by name."""
     if isinstance(value, Tensor):
         yield name or "0", value
         return
@@ -82,6 +131,7 @@ def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, (list, tuple)):
         items = enumerate(value)
     else:
+        yield name or "0", value
         return
     for key, entry in items:
         yield from _named(entry, f"{name}.{key}" if name else str(key))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated
+from typing import Annotated, Any
 
 from ..comm.mesh import sizes_of
 from ..data.datafile import path_inside, read_json
@@ -21,7 +21,7 @@ from ..data.whole_files import current
 from ..errors import RuntimeProgramError
 from ..update.averaging import Averaging
 from ..update.update_rule import UpdateRule
-from .batches import BatchInput, module_of
+from .batches import BatchInput, is_plain, module_of
 from .factories import NamedFactory, NamedRule
 from .machines import Machines
 from .run_options import DEFAULTS, RunOptions, Seed
@@ -38,6 +38,7 @@ _TUNED = record({"folder": optional(path_inside)}, others=True)
 _NAME = where(lambda name: isinstance(name, str) and len(name) <= MOST_TEXT, f"text of at most {MOST_TEXT} characters")
 Name = Annotated[str, _NAME]
 EntryName = Annotated[str, where(is_identifier, "a name that could be a variable's")]
+Fixed = Annotated[Mapping[Name, Annotated[Any, where(is_plain, "a flag, a number, a text or null")]], Length(most=1024)]
 PathInside = Annotated[str, path_inside]
 Ranks = Annotated[int, integer(1, MOST_RANKS)]
 SPARSE = kept(sparse=True)
@@ -53,7 +54,8 @@ class BucketFiles:
 
 @dataclass(frozen=True)
 class EntryFiles:
-    """Where the program lies for another step over the parameters. has_loss: its outputs begin with its loss."""
+    """Where the program lies for another step over the parameters. has_loss: its outputs begin with its loss; fixed: as of the
+    manifest."""
 
     pipeline: PathInside
     inputs: tuple[BatchInput, ...]
@@ -65,6 +67,7 @@ class EntryFiles:
     training: bool = field(default=False, metadata=SPARSE)
     update: NamedRule | None = field(default=None, metadata=SPARSE)
     averaging: Averaging | None = field(default=None, metadata=SPARSE)
+    fixed: Fixed = field(default_factory=dict, metadata=SPARSE)
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class Manifest:
     lie, which is not the directory where that is one of several candidates (`tuned`), or the program for another number of
     ranks, or under a plan for slower machines; worlds: such numbers, beside that of the program at home; slower: how many such
     plans there are. idle: ranks that are started beside those of the plan, which is faster without them; entries: other steps
-    over the same parameters, by name."""
+    over the same parameters, by name; fixed: what a batch has beside tensors, and the defaults of what it leaves out, by name."""
 
     directory: Path = field(metadata=kept(absent=True))
     world_size: Ranks
@@ -100,6 +103,7 @@ class Manifest:
     entries: Annotated[Mapping[EntryName, EntryFiles], Length(most=MOST_ENTRIES)] = field(
         default_factory=dict, metadata=SPARSE
     )
+    fixed: Fixed = field(default_factory=dict, metadata=SPARSE)
     home: Path | None = field(default=None, metadata=kept(absent=True))
 
     def as_read(self, path: str) -> Manifest:

@@ -27,7 +27,7 @@ from ..health.launcher import launcher
 from ..health.watch import Watch
 from ..preflight.facts import try_directory
 from ..preflight.main import main as preflight
-from ..program.arguments import parser
+from ..program.arguments import parser, without_a_directory
 from ..program.batches import check_source
 from ..program.manifest import Manifest
 from ..program.worlds import manifest_for, started_ranks
@@ -115,6 +115,10 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
 
 def _check_arguments(arguments: argparse.Namespace, manifest: Manifest) -> None:
     """Raises RuntimeProgramError, before ranks meet, where data or an entry are not there or a directory cannot be written."""
+    if idle := without_a_directory(arguments):
+        raise RuntimeProgramError(
+            f"{idle} does nothing in a run without a directory; give --run-dir DIR too, or leave it out"
+        )
     if arguments.data:
         check_source(arguments.data)
     if arguments.eval_data:

@@ -23,9 +23,9 @@ from ..comm.environment import LaunchError, machine_name, started
 from ..comm.process import TorchComm
 from ..compiled.inductor import keep_beside
 from ..data.state_names import of_model, of_program
-from ..errors import RuntimeProgramError
+from ..errors import GuardError, RuntimeProgramError
 from ..memory.heap import keep_freed_memory
-from ..program.batches import BatchInput, leaves, module_of, own_leaves
+from ..program.batches import BatchInput, Plain, leaves, module_of, own_leaves
 from ..program.manifest import Manifest
 from ..program.rows import DataShard, data_shards
 from ..program.tables import Pipeline, world_mesh
@@ -52,10 +52,13 @@ class LoadedEntry:
         name: str = FIRST,
         has_loss: bool = False,
         own_rows: bool = False,
+        fixed: Mapping[str, Plain] | None = None,
     ) -> None:
-        """inputs: of a batch; name: of the entry; has_loss: its outputs begin with its loss."""
+        """inputs: of a batch; name: of the entry; has_loss: its outputs begin with its loss; fixed: what a batch has beside
+        tensors, by name."""
         self.session = session
         self.own_rows = own_rows
+        self._fixed = fixed or {}
         self._inputs, self._name, self._has_loss = inputs, name, has_loss
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
@@ -74,7 +77,14 @@ class LoadedEntry:
     def take(self, batch: tuple[Any, ...], named: Mapping[str, Any], own_rows: bool, update: bool = True) -> Any:
         """One step on a batch as a call's arguments. update: False adds its gradients to those of the next one instead."""
         tensors = self._leaves(_given(batch, named), own_rows)
-        result = self.session.run_entry(self._name, tensors, own_rows=own_rows, update=update)
+        try:
+            result = self.session.run_entry(self._name, tensors, own_rows=own_rows, update=update)
+        except GuardError as error:
+            if self._name != FIRST:
+                error.add_note(
+                    f"This is of the entry {self._name!r}, whose batches and buckets are its own: see autopar.Entry."
+                )
+            raise
         if isinstance(result, torch.Tensor):
             return result if self.session.extras is None else (result, self.session.extras)
         loss = result.pop(0) if self._has_loss else None
@@ -89,8 +99,9 @@ class LoadedEntry:
     def _leaves(self, batch: Any, own_rows: bool) -> list[torch.Tensor]:
         names = [str(i) if row.name is None else row.name for i, row in enumerate(self._inputs)]
         if not own_rows:
-            return leaves(batch, names)
-        return own_leaves(batch, names, [names[i] for i in self.session.taking(True, self._name).taken])
+            return leaves(batch, names, self._fixed)
+        taken = [names[i] for i in self.session.taking(True, self._name).taken]
+        return own_leaves(batch, names, taken, self._fixed)
 
     @property
     def shard(self) -> DataShard:
@@ -110,7 +121,7 @@ class LoadedProgram(LoadedEntry):
         self, manifest: Manifest, session: Session, store: dist.Store | None = None, own_rows: bool = False
     ) -> None:
         """store: of this round's workers, where this program made the process group."""
-        super().__init__(session, manifest.inputs, own_rows=own_rows)
+        super().__init__(session, manifest.inputs, own_rows=own_rows, fixed=manifest.fixed)
         self.manifest = manifest
         self.store = store
 
@@ -119,7 +130,7 @@ class LoadedProgram(LoadedEntry):
         is none so named."""
         self.session.entry(name)
         files = self.manifest.entries[name]
-        return LoadedEntry(self.session, files.inputs, name, files.has_loss)
+        return LoadedEntry(self.session, files.inputs, name, files.has_loss, fixed=files.fixed)
 
     def shapes(self, batch: Any) -> list[tuple[torch.Size, torch.dtype]]:
         """Shapes and dtypes of the global batch that a batch is, or that it has rows of in the last step's form."""
@@ -156,7 +167,12 @@ class LoadedProgram(LoadedEntry):
 
 
 def _given(batch: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-    """The global batch that a call's arguments are."""
+    """The global batch that a call's arguments are. Raises RuntimeProgramError for arguments of both kinds."""
+    if named and batch:
+        raise RuntimeProgramError(
+            f"a batch is given in order or by name, and this one has {len(batch)} in order and {', '.join(named)} by name; give "
+            "all of it as the example inputs have it"
+        )
     if named or (len(batch) == 1 and not isinstance(batch[0], torch.Tensor)):
         return named or batch[0]
     return batch

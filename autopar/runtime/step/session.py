@@ -306,7 +306,9 @@ class Session(State):
         """The forms of an entry. Raises RuntimeProgramError where there is none of that name."""
         if name not in self.entries:
             known = ", ".join(one for one in self.entries if one) or "none"
-            raise RuntimeProgramError(f"this program has no entry {name!r}; it has {known}")
+            raise RuntimeProgramError(
+                f"this program has no entry {name!r}; it has {known}; entries= names steps beside its own when it is compiled"
+            )
         return self.entries[name]
 
     @recorded

@@ -31,9 +31,10 @@ class Scaler:
 
     def unscale(self, grads: Iterable[Tensor], device: torch.device) -> Tensor:
         """Divide gradients by the scale, in place; positive where one of this rank's is not finite, else 0."""
-        total = torch.zeros(1, device=device)
+        total = torch.zeros(1, dtype=torch.float32, device=device)
         for (own, _), members in alike(grads).items():
-            overflow, inverse = torch.zeros(1, device=own), torch.full((1,), 1.0 / self.scale, device=own)
+            overflow = torch.zeros(1, dtype=torch.float32, device=own)
+            inverse = torch.full((1,), 1.0 / self.scale, dtype=torch.float32, device=own)
             torch._amp_foreach_non_finite_check_and_unscale_(members, overflow, inverse)
             total += overflow.to(device)
         return total

@@ -38,3 +38,9 @@ def step_scheduler(scheduler: Any, loss: Callable[[], float]) -> None:
     """Step it. loss: asked for where the scheduler takes it."""
     name = metric_name(scheduler)
     scheduler.step(**({} if name is None else {name: loss()}))
+
+
+def steps_taken(scheduler: Any) -> tuple[Any, ...]:
+    """The counts of steps that a scheduler and those that it is made of hold; torch's ChainedScheduler has none of its own."""
+    inner = getattr(scheduler, "_schedulers", ())
+    return getattr(scheduler, "last_epoch", None), *(count for one in inner for count in steps_taken(one))

@@ -99,11 +99,12 @@ class Updater:
         return self.scaler.scale if self.scaler is not None else 1.0
 
     def settings(self) -> list[float]:
-        """The numbers that the optimizers' groups are set to, which are the same on every rank."""
+        """The numbers that the optimizers' groups are set to, which are the same on every rank; those in the host's memory."""
         groups = [group for one in self.optimizers for group in one.param_groups]
-        values = [value for group in groups for value in group.values() if isinstance(value, float | int | tuple)]
+        values = [value for group in groups for key, value in group.items() if key != "params"]
         numbers = [number for value in values for number in (value if isinstance(value, tuple) else (value,))]
-        return [float(number) for number in numbers if isinstance(number, float | int)]
+        here = (n for n in numbers if not isinstance(n, Tensor) or (n.numel() == 1 and n.device.type == "cpu"))
+        return [float(number) for number in here if isinstance(number, float | int | Tensor)]
 
     # ---- the step
 

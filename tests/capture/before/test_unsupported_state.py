@@ -108,7 +108,7 @@ def test_inputs_that_no_program_takes_are_refused_by_name(x: Tensor, says: str) 
     assert says in refusal(plain(), (x,), kind=InputError)
 
 
-def test_a_loss_with_parameters_of_its_own_is_refused() -> None:
+def test_a_loss_with_parameters_of_its_own_is_refused_where_they_would_be_trained() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -118,6 +118,7 @@ def test_a_loss_with_parameters_of_its_own_is_refused() -> None:
             return (out * self.scale).sum()
 
     assert "parameter scale" in refusal(plain(), loss_fn=Scaled())
+    assert_equal_to_eager(plain(), (X,), Scaled().requires_grad_(False))
 
 
 def test_a_complex_loss_is_refused() -> None:

@@ -11,7 +11,9 @@ import pytest
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from autopar.runtime.checkpoint.checkpoint_files import Block, RankFile
+from autopar.runtime.checkpoint.checkpoint_reader import DataReader
 from autopar.runtime.checkpoint.run_directory import RunDirectory, StepRecord
+from autopar.runtime.checkpoint.weights import stored_tensors
 from autopar.runtime.data.whole_files import COMPLETE, file_facts
 from autopar.runtime.errors import CheckpointError
 
@@ -176,3 +178,17 @@ def test_a_directory_that_will_not_do_is_refused_before_training(tmp_path: Path)
         RunDirectory(tmp_path / "file").prepare(1000)
     with pytest.raises(CheckpointError, match="two must have room"):
         RunDirectory(tmp_path / "run").prepare(1 << 60)
+
+
+def test_a_run_that_is_given_for_a_checkpoint_is_told_from_other_folders(tmp_path: Path):
+    directory = RunDirectory(tmp_path)
+    directory.prepare(1000)
+    for read in (DataReader, stored_tensors):
+        with pytest.raises(CheckpointError, match="is no checkpoint directory") as empty:
+            read(tmp_path)
+        assert "newest" not in str(empty.value)
+    for step in (4, 5):
+        written(directory, step)
+    for read in (DataReader, stored_tensors):
+        with pytest.raises(CheckpointError, match=f"a run, whose newest step is {directory.folder(5)}: give that one"):
+            read(tmp_path)

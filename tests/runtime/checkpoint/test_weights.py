@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,37 @@ def test_training_starts_from_the_files(tmp_path: Path) -> None:
 
     for losses in run_threads(2, program.mesh, body, timeout_s=60):
         assert losses == pytest.approx(stages.reference(3)["losses"], rel=1e-12)
+
+
+def test_a_directory_that_is_not_there_is_said_to_be_none(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"gone is no directory; give a checkpoint, or a directory of \.safetensors files"
+    ):
+        loaded(tmp_path / "gone", stages.mlp(1, 1, 0))
+
+
+def test_the_weights_of_a_run_begin_another_one(tmp_path: Path) -> None:
+    """Its step, its optimizer's state and learning rate are not those of the run that wrote the checkpoint."""
+    program, data = stages.mlp(2, 1, 3), stages.batches(3)
+
+    def body(comm: Any) -> tuple[list[float], list[float]]:
+        first = session_of(program, comm, partial(torch.optim.Adam, lr=0.5))
+        first.load_weights(stages.weights())
+        for batch in data:
+            first.train_step(batch)
+        checkpoint.save(tmp_path, first)
+        losses = []
+        for other in (session_of(program, comm, partial(torch.optim.SGD, lr=0.01)) for _ in range(2)):
+            if losses:
+                other.load_weights({name: first.gather_full(name) for name in stages.weights()})
+            else:
+                load_weights(tmp_path, other, PLAIN)
+            assert (other.rt.step, other.updater.optimizers[0].param_groups[0]["lr"]) == (0, 0.01)
+            losses.append([other.train_step(batch).item() for batch in data])
+        return losses[0], losses[1]
+
+    for from_checkpoint, from_tensors in run_threads(2, program.mesh, body, timeout_s=60):
+        assert from_checkpoint == from_tensors
 
 
 def test_a_rank_reads_its_shards_and_no_byte_beside_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -278,10 +278,14 @@ def test_data_that_are_not_there_are_named_without_running_anything(tmp_path, mo
         (["--data", "gone.py:batches"], "--data 'gone.py:batches': gone.py: No such file or directory"),
         (["--save", "{file}"], "--save {file}: File exists; give a directory that every rank can write to"),
         (["--save", "{file}/in"], "--save {file}/in: Not a directory; give a directory that every rank can write to"),
+        (
+            ["--spike", "5"],
+            "--spike does nothing in a run without a directory; give --run-dir DIR too, or leave it out",
+        ),
         (["--profile", "{file}"], "--profile {file}: File exists; give a directory that every rank can write to"),
     ],
 )
-def test_paths_that_cannot_be_used_end_every_rank_before_they_meet(emitted, tmp_path, arguments, said):
+def test_what_cannot_be_done_ends_every_rank_before_they_meet(emitted, tmp_path, arguments, said):
     file = tmp_path / "file"
     file.touch()
     environment = {
@@ -318,15 +322,3 @@ def test_ctrl_c_says_one_line(emitted):
     said = [process.communicate(timeout=60)[1] for process in ranks]
     assert said == ["interrupted: the run ends here, and nothing more is saved (with --run-dir it saves first)\n", ""]
     assert ranks[0].returncode == 130
-
-
-def test_a_batch_is_taken_as_tuple_list_or_mapping_in_any_order():
-    x, y = torch.zeros(2), torch.ones(2)
-    for batch in ((x, y), [x, y], {"1": y, "0": x}):
-        assert [t.sum().item() for t in batches.leaves(batch, ["0", "1"])] == [0, 2]
-    nested = {"mask": y, "extra": y, "ids": {"a": x}}
-    assert [t.sum().item() for t in batches.leaves(nested, ["ids.a", "mask"])] == [0, 2]
-    with pytest.raises(RuntimeProgramError, match=r"takes 2: ids, mask; missing ids"):
-        batches.leaves({"mask": y}, ["ids", "mask"])
-    with pytest.raises(RuntimeProgramError, match=r"a batch of 1 tensors \(0\), the program takes 2"):
-        batches.leaves(x, ["0", "1"])

@@ -76,7 +76,7 @@ def trained(case: str, source: str, steps: int, start: int = 0) -> list[tuple[li
     def rank(comm: Any) -> tuple[list[float], int]:
         session = program.in_process.session(comm, program.request.update, 0)
         session.load_weights(program.weights())
-        loaded = LoadedProgram(types.SimpleNamespace(inputs=inputs, show=lambda: "a program"), session)  # type: ignore[arg-type]
+        loaded = LoadedProgram(types.SimpleNamespace(inputs=inputs, fixed={}, show=lambda: "a program"), session)  # type: ignore[arg-type]
         loop = Loop(loaded, parser().parse_args(["--steps", str(steps), "--data", source]), 0, 0, reads=True)
         heard = Heard(loaded.own_rows)
         loop.go_to(start, start)

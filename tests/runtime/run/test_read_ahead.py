@@ -57,7 +57,7 @@ class Run(Listener):
         def body(comm: Comm) -> None:
             session = session_of(program, comm, stages.adamw)
             session.load_weights(stages.weights())
-            own = LoadedProgram(types.SimpleNamespace(inputs=inputs, show=lambda: "a program"), session)  # type: ignore[arg-type]
+            own = LoadedProgram(types.SimpleNamespace(inputs=inputs, fixed={}, show=lambda: "a program"), session)  # type: ignore[arg-type]
             loop = Loop(own, parser().parse_args(["--steps", str(STEPS)]), 0, 0, reads=True)
             loop._batches_from = batches
             loop.go_to(0, 0)

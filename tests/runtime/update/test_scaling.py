@@ -83,6 +83,17 @@ def test_an_overflow_on_one_rank_is_skipped_by_all_as_eager_skips_it(case, clip,
         agree(got, want)
 
 
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+def test_a_scale_is_taken_off_whatever_dtype_a_script_computes_in(default):
+    scaler, grads = Scaler(LossScaling(initial=8.0)), [torch.tensor([8.0, 16.0], dtype=torch.float64)]
+    try:
+        torch.set_default_dtype(default)
+        assert scaler.unscale(grads, torch.device("cpu")).item() == 0
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert grads[0].tolist() == [1.0, 2.0]
+
+
 def test_the_scale_moves_as_that_of_torch():
     """Random overflows, factors that are no powers of two."""
     choice = LossScaling(1000.0, 1.7, 0.3, 3)

@@ -26,6 +26,17 @@ def updater(comm: Comm, rule: UpdateRule) -> Updater:
     return Updater(rule, own, dict.fromkeys(NAMES, (1, torch.float32)), NAMES, comm)
 
 
+def test_settings_are_numbers_wherever_the_host_has_them() -> None:
+    """A learning rate that is a tensor may be another one on some rank as any may."""
+
+    def body(comm: Comm) -> list[float]:
+        made = updater(comm, UpdateRule(functools.partial(torch.optim.SGD, lr=torch.tensor(0.5), momentum=0.25)))
+        made.optimizers[0].param_groups[0]["lr"].fill_(0.75)
+        return made.settings()
+
+    assert {0.75, 0.25} <= {*run_threads(1, {"dp": 1}, body)[0]}
+
+
 def test_every_part_updates_its_own_parameters_once() -> None:
     """A parameter that a part has not brought in has no gradient meanwhile: it would be updated once per part."""
 
