@@ -41,7 +41,8 @@ def sweep(op: str, examples: int, meshes: Sequence[Mesh]) -> None:
     check()
 
 
-NO_GRADIENT_IN_TORCH = {"aten.copy", "aten.floor_divide"}
+NO_GRADIENT_IN_TORCH = {"aten.copy", "aten.floor_divide", "aten.soft_margin_loss", "aten.multi_margin_loss"}
+"""Ops that torch does not differentiate by every operand of floating point; `EDGES` has the losses among them."""
 TORCH_OPS = sorted(
     op for op in GENERATORS.keys() - NO_GRADIENT_IN_TORCH if not op.startswith("autopar.") and "backward" not in op
 )

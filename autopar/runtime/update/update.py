@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..comm.backends import Arriving
 from ..comm.calls import Handle
 from ..comm.comm import Comm
+from ..comm.devices import CPU
 from ..errors import RuntimeProgramError
 from .clipping import alike, both_nan, clip_factor, count_not_finite, joined_norm, powered_norm
 from .optimizer_forms import choose_forms
@@ -103,7 +104,9 @@ class Updater:
         groups = [group for one in self.optimizers for group in one.param_groups]
         values = [value for group in groups for key, value in group.items() if key != "params"]
         numbers = [number for value in values for number in (value if isinstance(value, tuple) else (value,))]
-        here = (n for n in numbers if not isinstance(n, Tensor) or (n.numel() == 1 and n.device.type == "cpu"))
+        here = (
+            n for n in numbers if not isinstance(n, Tensor) or (n.numel() == 1 and n.device.type == CPU.device_type)
+        )
         return [float(number) for number in here if isinstance(number, float | int | Tensor)]
 
     # ---- the step
