@@ -105,7 +105,7 @@ class Updater:
         values = [value for group in groups for key, value in group.items() if key != "params"]
         numbers = [number for value in values for number in (value if isinstance(value, tuple) else (value,))]
         here = (
-            n for n in numbers if not isinstance(n, Tensor) or (n.numel() == 1 and n.device.type == CPU.device_type)
+            n for n in numbers if not isinstance(n, Tensor) or (n.numel() == 1 and n.device.type == CPU.type)
         )
         return [float(number) for number in here if isinstance(number, float | int | Tensor)]
 
