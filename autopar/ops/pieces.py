@@ -20,17 +20,12 @@ from autopar.ops.registry import Block, named, register, resized
 _SHAPE = resized("input_sizes")
 
 
-class _Pieces:
-    """A dim of `size` elements, and runs in it that begin and are as long as whole numbers of pieces of `unit` elements."""
-
-    def __init__(self, make: Maker, dim: int, unit: int) -> None:
-        self._make, self.factor, self._unit = make, f"d{dim}", unit
-
-    def labels(self, name: str, size: int) -> tuple[str, ...]:
-        """A dim or run of so many elements: which piece, under a name of its own, and where in it."""
-        if self._unit <= 1 or size == 0:
-            return ()
-        return (*self._make.add(name, size // self._unit, whole=True), *self._make.add(self.factor, self._unit))
+def _in_pieces(make: Maker, dim: int, unit: int, name: str, size: int) -> tuple[str, ...]:
+    """Labels of a dim, or a run in it, of `size` elements in pieces of `unit`: which piece, under a name of its own, and where in
+    it."""
+    if unit <= 1 or size == 0:
+        return ()
+    return (*make.add(name, size // unit, whole=True), *make.add(f"d{dim}", unit))
 
 
 def _dim(call: OpCall, rank: int) -> int:
@@ -46,8 +41,8 @@ def _sliced(make: Maker, call: OpCall, dim: int, size: int) -> tuple[tuple[str, 
     """Labels of a dim, and of a slice of it: of whole pieces, or of one element of every few."""
     run = _run(call, size)
     if run.step == 1:
-        pieces = _Pieces(make, dim, math.gcd(size, run.start, run.stop) if run else 1)
-        return pieces.labels("piece", size), pieces.labels("sliced", len(run))
+        unit = math.gcd(size, run.start, run.stop) if run else 1
+        return _in_pieces(make, dim, unit, "piece", size), _in_pieces(make, dim, unit, "sliced", len(run))
     if len(run) * run.step != size or run.stop != size:  # in a block it ends where the block does
         return (), ()
     each = make.add(f"d{dim}", len(run))
@@ -109,14 +104,14 @@ def cat(call: OpCall) -> Rule:
     make, out = Maker(), call.out_shape
     dim = _dim(call, len(out))
     ranked = [shape for shape in call.shapes if len(shape) == len(out)]
-    pieces = _Pieces(make, dim, math.gcd(*(shape[dim] for shape in ranked)))
+    unit = math.gcd(*(shape[dim] for shape in ranked))
     operands: list[Labels | None] = []
     for k, shape in enumerate(call.shapes):
         if len(shape) < len(out):
             operands.append(((),))  # `cat` leaves out empty operands of one dim, whatever the rank of the others
         else:
-            operands.append(_labels(make, shape, dim, pieces.labels(f"pieces{k}", shape[dim])))
-    result = _labels(make, out, dim, pieces.labels("piece", out[dim]))
+            operands.append(_labels(make, shape, dim, _in_pieces(make, dim, unit, f"pieces{k}", shape[dim])))
+    result = _labels(make, out, dim, _in_pieces(make, dim, unit, "piece", out[dim]))
     return make.rule(operands, [result], [set(range(len(operands)))] if all_float(call) else [])
 
 
@@ -141,12 +136,12 @@ def split(call: OpCall) -> Rule:
     dim = _dim(call, len(shape))
     sizes = [t.shape[dim] for t in call.results if t is not None]
     told = call.get("split_size")
-    pieces = _Pieces(make, dim, math.gcd(shape[dim], *sizes, *([told] if isinstance(told, int) else told or [])))
+    unit = math.gcd(shape[dim], *sizes, *([told] if isinstance(told, int) else told or []))
     results: list[Labels | None] = [
-        None if t is None else _labels(make, t.shape, dim, pieces.labels(f"pieces{k}", t.shape[dim]))
+        None if t is None else _labels(make, t.shape, dim, _in_pieces(make, dim, unit, f"pieces{k}", t.shape[dim]))
         for k, t in enumerate(call.results)
     ]
-    operand = _labels(make, shape, dim, pieces.labels("piece", shape[dim]))
+    operand = _labels(make, shape, dim, _in_pieces(make, dim, unit, "piece", shape[dim]))
     return make.rule([operand], results, [{0}] if all_float(call) else [])
 
 

@@ -119,9 +119,7 @@ def parallelize(
             "of safetensors"
         )
     for one in (request, *request.entries.values()):
-        check_model(
-            one.model, one.loss_fn
-        )  # what wraps a model is told by its name, before ranks compare what it holds
+        check_model(one.model, one.loss_fn)  # what wraps a model is named, before ranks compare what it holds
     with _same_random_numbers():
         directory = program_directory(request, fingerprint(request), ranks, compile_timeout_s)
     manifest = Manifest.read(directory)

@@ -9,6 +9,7 @@ losses that are not summed, and float16, in which sums over all tokens would ove
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autopar.capture.dead_code import remove_dead_code
 from autopar.capture.exported import Exported
 from autopar.capture.graph.cast_marks import shown
+from autopar.capture.graph.new_nodes import made_like
 from autopar.ir.program import op_name
 from autopar.ops.head_loss import head_loss
 from autopar.ops.loss import MEAN, SUM
@@ -51,13 +53,7 @@ def _join(exported: Exported, loss: fx.Node, reach: Collection[fx.Node], mode: F
     if not _is_trained(w, exported) or target.meta["val"].is_floating_point() or not _pays(logits, x):
         return
 
-    def made(op: Any, *args: Any) -> fx.Node:
-        node = exported.graph.call_function(op, args)
-        values = fx.map_arg(args, lambda n: n.meta["val"])
-        with mode, torch.no_grad():
-            node.meta = {**loss.meta, "val": op(*values)}
-        return node
-
+    made = functools.partial(made_like, loss, mode)
     with exported.graph.inserting_before(loss):
         for part in slices:
             x = made(aten.slice.Tensor, x, *part)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.capture.graph.new_nodes import made_like
 from autopar.capture.graph.position_masks import COMPUTED, Known, known_values
 
 aten = torch.ops.aten
@@ -50,7 +51,8 @@ class _Pick:
     @classmethod
     def of(cls, node: fx.Node, known: Mapping[fx.Node, Known]) -> _Pick | None:
         """The picks of an op whose leading indices are the numbers of rows; None where they are not."""
-        indices: list[Any] = list(node.args[1])  # type: ignore[arg-type]
+        given: Any = node.args[1]
+        indices = list(given)
         while indices and indices[-1] is None:
             indices.pop()
         if any(i is None or i.meta["val"].dtype not in (torch.int32, torch.int64) for i in indices):
@@ -98,11 +100,7 @@ class _Pick:
         return self._made(aten.expand.default, index, [*each, *tail])
 
     def _made(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        made = self.node.graph.call_function(op, args, kwargs)
-        with _value(self.node).fake_mode, torch.no_grad():
-            value = op(*fx.map_arg(args, _value), **kwargs)
-        made.meta = {**self.node.meta, "val": value}
-        return made
+        return made_like(self.node, _value(self.node).fake_mode, op, *args, **kwargs)
 
 
 def _value(node: Any) -> Any:

@@ -19,6 +19,7 @@ _OF_A_DIRECTORY = (
     "exclude_after",
     "exclude_slow",
 )
+"""Options that only a run with a directory heeds."""
 
 
 def parser() -> argparse.ArgumentParser:

@@ -104,9 +104,7 @@ class Updater:
         groups = [group for one in self.optimizers for group in one.param_groups]
         values = [value for group in groups for key, value in group.items() if key != "params"]
         numbers = [number for value in values for number in (value if isinstance(value, tuple) else (value,))]
-        here = (
-            n for n in numbers if not isinstance(n, Tensor) or (n.numel() == 1 and n.device.type == CPU.type)
-        )
+        here = (n for n in numbers if not isinstance(n, Tensor) or (n.numel() == 1 and n.device.type == CPU.type))
         return [float(number) for number in here if isinstance(number, float | int | Tensor)]
 
     # ---- the step
